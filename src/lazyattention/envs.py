@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only reader of environment variables. Every variable, its default and its meaning stand here.
+
+Values are read once, on import; arguments and command-line flags take precedence over them.
+"""
+
+import os
+from pathlib import Path
+
+# Where models prepared from packages or GGUF files are kept. Default: $XDG_CACHE_HOME/lazyattention.
+CACHE_DIR = Path(
+    os.environ.get("LAZYATTENTION_CACHE_DIR")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lazyattention"
+)
+# Level of our loggers when a program does not set one.
+LOG_LEVEL = os.environ.get("LAZYATTENTION_LOG_LEVEL", "WARNING")
+# "1": checksum every chunk's KV after it is written and compare after every step. Slow; for debugging and tests.
+DEBUG_CHECKSUMS = os.environ.get("LAZYATTENTION_DEBUG_CHECKSUMS", "0") == "1"
+# "0": no progress bars, whatever the terminal.
+PROGRESS = os.environ.get("LAZYATTENTION_PROGRESS", "1") != "0"
