@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token ids to text while they arrive: whole characters only, and never a piece of a stop string."""
 
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -68,9 +69,9 @@ class Detokenizer:
         ]
         self._window = tail[-_NUM_PROMPT_TOKENS:]
         self._num_settled = len(self._window)
-        # Characters of the window's text that were returned (or belong to the prompt). An unfinished one does not count.
-        text = self._decode(self._window) if self._window else ""
-        self._num_chars = len(text) - text.endswith(_REPLACEMENT)
+        self._prompt_text = self._decode(self._window) if self._window else ""
+        # Characters of the window's text that were returned or belong to the prompt.
+        self._num_chars = len(self._prompt_text)
 
     @property
     def stop_reason(self) -> str | None:
@@ -103,33 +104,40 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        is_unfinished = text.endswith(_REPLACEMENT)
-        certain = text[:-1] if is_unfinished else text
+        if not text.startswith(self._prompt_text):
+            # The prompt ended within a character, which is whole now.
+            self._num_chars = len(os.path.commonprefix([self._prompt_text, text]))
+            self._prompt_text = ""
+        # All of the run at the end: with byte fallback, one missing byte makes every byte of the run a replacement.
+        certain = text.rstrip(_REPLACEMENT)
         new_text = certain[self._num_chars :]
         self._num_chars = max(self._num_chars, len(certain))
-        if not is_unfinished:
-            self._settle(self._num_settled)
+        if len(certain) == len(text):
+            self._settle()
         elif len(self._window) % _MAX_WINDOW_LEN == 0:
-            self._cut_unfinished_window(text)
+            new_text += self._cut_unfinished_window(text)
         return new_text
 
-    def _settle(self, start: int) -> None:
-        """All text of the window is out: keep its tokens from `start` on, for the next token's leading space."""
-        kept = self._window[start:]
+    def _settle(self) -> None:
+        """All text of the window is out: keep its newest tokens only, for the next token's leading space."""
+        kept = self._window[self._num_settled :]
         text = self._decode(kept)
         # Tokens without text of their own would make the next one look like the first of all.
         if text:
             self._window, self._num_chars = kept, len(text)
         self._num_settled = len(self._window)
+        self._prompt_text = ""
 
-    def _cut_unfinished_window(self, text: str) -> None:
-        """Shorten a window that does not settle, at a place where decoding the rest alone gives the same text."""
+    def _cut_unfinished_window(self, text: str) -> str:
+        """Shorten a window of invalid bytes where decoding the rest alone gives the same text; return what is cut off."""
         for start in range(len(self._window) - 1, len(self._window) - 5, -1):
             head, rest = self._decode(self._window[:start]), self._decode(self._window[start:])
             if head + rest == text:
-                self._window, self._num_settled = self._window[start:], 0
-                self._num_chars -= len(head)
-                return
+                cut_off = head[self._num_chars :]
+                self._window, self._num_settled, self._num_chars = self._window[start:], 0, 0
+                self._prompt_text = ""
+                return cut_off
+        return ""
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text = self._tokenizer.decode(
