@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stored KV goes first when room is needed: what is cheap to recompute per block and little used. No tensors.
+
+Greedy-Dual-Size-Frequency: an entry's priority is the queue's clock plus uses x cost / size; the lowest goes, and the
+clock rises to its priority, so that old entries age against new ones.
+
+Source: Cherkasova 1998, HP Labs HPL-98-69R1.
+"""
+
+import heapq
+import itertools
+from collections.abc import Hashable
+
+# Attention makes a token dearer the more it looks at; at this context length it costs twice its linear layers.
+_CONTEXT_OF_DOUBLE_COST = 8192
+
+
+def recompute_cost(num_tokens: int, context_len: int) -> float:
+    """Cost of computing `num_tokens` after `context_len` tokens, in units of one token without context."""
+    return num_tokens * (1.0 + (context_len + num_tokens / 2) / _CONTEXT_OF_DOUBLE_COST)
+
+
+class EvictionQueue:
+    """Entries that may be evicted now, lowest priority first.
+
+    The owner adds an entry when its last user leaves and discards it when it is used again.
+    """
+
+    def __init__(self) -> None:
+        self._clock = 0.0
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._current: dict[Hashable, tuple[float, int]] = {}  # entry -> (priority, ticket) that is valid
+        self._tickets = itertools.count()
+        self.num_blocks = 0
+        self._sizes: dict[Hashable, int] = {}
+
+    def add(self, entry: Hashable, *, num_uses: int, cost: float, num_blocks: int) -> None:
+        """Make `entry` evictable. An entry already there gets a new priority."""
+        self.discard(entry)
+        priority = self._clock + num_uses * cost / max(1, num_blocks)
+        ticket = next(self._tickets)
+        self._current[entry] = (priority, ticket)
+        self._sizes[entry] = num_blocks
+        self.num_blocks += num_blocks
+        heapq.heappush(self._heap, (priority, ticket, entry))
+
+    def discard(self, entry: Hashable) -> None:
+        """Make `entry` not evictable; fine if it was not."""
+        if self._current.pop(entry, None) is not None:
+            self.num_blocks -= self._sizes.pop(entry)
+
+    def pop(self) -> Hashable | None:
+        """Remove and return the entry to evict, or None when nothing may go."""
+        while self._heap:
+            priority, ticket, entry = heapq.heappop(self._heap)
+            if self._current.get(entry) == (priority, ticket):
+                self.discard(entry)
+                self._clock = priority
+                return entry
+        return None
+
+    def __contains__(self, entry: Hashable) -> bool:
+        return entry in self._current
+
+    def __len__(self) -> int:
+        return len(self._current)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen, checked options of the engine. Command-line flags and documentation are generated from these fields."""
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from lazyattention.errors import ConfigError
+
+ENCODINGS = ("after_preamble", "isolated")
+DOCUMENT_PLACES = ("first_user", "last_user", "system")
+
+
+def _doc(text: str, **more: object) -> dict[str, object]:
+    """Help text of a field; the command line and docs/configuration.md read it."""
+    return {"help": text, **more}
+
+
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+            raise ConfigError(f"{name} must be a positive number, got {value!r}")
+
+
+def _check_choice(config: object, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How KV memory is cut up and how long documents stay.
+
+    Attributes:
+        block_size: Tokens per KV block. Power of two.
+        kv_memory_bytes: Memory reserved for KV; None = a quarter of free memory, at most 4 GiB, on the CPU, and 85 % of
+            free memory on a GPU.
+        num_blocks: Number of KV blocks; overrides kv_memory_bytes.
+        kv_dtype: "auto" (the model's dtype) or the name of a torch float dtype.
+        max_chunk_len: Longer documents are split into chunks of at most this many tokens.
+        chunk_ttl_s: Seconds after its last use at which a stored chunk expires; None = never.
+    """
+
+    block_size: int = field(default=16, metadata=_doc("Tokens per KV block, a power of two."))
+    kv_memory_bytes: int | None = field(
+        default=None, metadata=_doc("Memory for stored KV in bytes; default: by device.")
+    )
+    num_blocks: int | None = field(default=None, metadata=_doc("Number of KV blocks; overrides the memory size."))
+    kv_dtype: str = field(default="auto", metadata=_doc('Dtype of stored KV; "auto" follows the model.'))
+    max_chunk_len: int = field(
+        default=1024, metadata=_doc("Longer documents are split into chunks of this many tokens.")
+    )
+    chunk_ttl_s: float | None = field(default=None, metadata=_doc("Seconds without use after which a chunk expires."))
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "block_size", "kv_memory_bytes", "num_blocks", "max_chunk_len", "chunk_ttl_s")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How much runs together.
+
+    Attributes:
+        max_num_batched_tokens: Tokens computed in one step at most; longer prompts are prefilled in slices.
+        max_num_seqs: Requests that run at the same time at most.
+        max_model_len: Longest prompt plus output in tokens; None = what the model supports.
+        max_skipped: After this many younger requests overtook a waiting one, nobody overtakes it any more.
+    """
+
+    max_num_batched_tokens: int = field(default=2048, metadata=_doc("Tokens computed in one step at most."))
+    max_num_seqs: int = field(default=64, metadata=_doc("Requests that run at the same time at most."))
+    max_model_len: int | None = field(default=None, metadata=_doc("Longest prompt plus output; default: the model's."))
+    max_skipped: int = field(default=64, metadata=_doc("How many younger requests may overtake a waiting one."))
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "max_num_batched_tokens", "max_num_seqs", "max_model_len", "max_skipped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine needs besides the model.
+
+    Attributes:
+        cache: KV memory.
+        scheduler: Batch limits.
+        reuse_method: Name of a reuse method: rotate_query, rotate_key, copy_rotate, chunk_recompute, prefix,
+            full_recompute.
+        encoding: What a chunk sees when it is encoded: "after_preamble" (the text before the first document) or
+            "isolated" (nothing else).
+        documents_place: Where documents given beside the messages go: before the first user message's text, before the
+            last one's, or at the end of the system message.
+        chat_template: None = the tokenizer's own; "plain" = a plain one for models without; else a Jinja template.
+        seed: Seed of requests that bring none; None = drawn anew for each.
+    """
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    reuse_method: str = field(default="rotate_query", metadata=_doc("How stored KV is used at a new position."))
+    encoding: str = field(default="after_preamble", metadata=_doc("What a chunk sees when encoded.", choices=ENCODINGS))
+    documents_place: str = field(
+        default="first_user", metadata=_doc("Where documents given beside the messages go.", choices=DOCUMENT_PLACES)
+    )
+    chat_template: str | None = field(default=None, metadata=_doc('Chat template; "plain" for models without one.'))
+    seed: int | None = field(default=None, metadata=_doc("Seed of requests that bring none."))
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "encoding", ENCODINGS)
+        _check_choice(self, "documents_place", DOCUMENT_PLACES)
+
+    @classmethod
+    def of(cls, base: "EngineConfig | None" = None, **options: object) -> "EngineConfig":
+        """Build a config from flat options, whichever part they belong to.
+
+        Args:
+            base: Start from these values; None = defaults.
+            **options: Field names of CacheConfig, SchedulerConfig or EngineConfig.
+
+        Raises:
+            ConfigError: An option is unknown (the nearest name is suggested) or a value is not allowed.
+        """
+        config = base or cls()
+        parts: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "": {}}
+        owners = {f.name: "cache" for f in fields(CacheConfig)} | {f.name: "scheduler" for f in fields(SchedulerConfig)}
+        owners |= {f.name: "" for f in fields(cls)}
+        for name, value in options.items():
+            if name not in owners:
+                raise ConfigError(_unknown_option(name, sorted(owners)))
+            parts[owners[name]][name] = value
+        return replace(
+            config,
+            cache=replace(config.cache, **parts["cache"]),
+            scheduler=replace(config.scheduler, **parts["scheduler"]),
+            **parts[""],
+        )
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown option {name!r}.{hint} Known options: {', '.join(known)}"
