@@ -120,9 +120,9 @@ def test_pipe_named_by_the_caller_is_read(tmp_path):
 def test_other_encoding_names_file_byte_and_remedy(tmp_path, suffix):
     path = tmp_path / f"latin{suffix}"
     path.write_bytes("Grüße".encode("latin-1"))
-    with pytest.raises(RequestError, match=r"latin.* is not utf-8 text: byte 2 \(0xfc\).*--encoding.*latin-1"):
+    with pytest.raises(RequestError, match=r"latin.* is not utf-8 text: byte 2 \(0xfc\).*--text-encoding.*latin-1"):
         read(path)
-    assert read(path, encoding="latin-1")[0][0].text == "Grüße"
+    assert read(path, text_encoding="latin-1")[0][0].text == "Grüße"
 
 
 def test_text_file_in_other_encoding_stops_a_folder(tmp_path):
@@ -135,12 +135,12 @@ def test_text_file_in_other_encoding_stops_a_folder(tmp_path):
 def test_utf16_is_recognised_and_read_when_asked(tmp_path):
     path = tmp_path / "wide.txt"
     path.write_bytes("wide".encode("utf-16"))
-    with pytest.raises(RequestError, match="is UTF-16 text.*--encoding utf-16"):
+    with pytest.raises(RequestError, match="is UTF-16 text.*--text-encoding utf-16"):
         read(path)
-    assert read(path, encoding="utf-16")[0][0].text == "wide"
+    assert read(path, text_encoding="utf-16")[0][0].text == "wide"
     path.write_bytes(b"\xff\xfea\0b")
     with pytest.raises(RequestError, match="is not utf-16 text"):
-        read(path, encoding="utf-16")
+        read(path, text_encoding="utf-16")
 
 
 def test_byte_order_mark_and_line_ends_do_not_change_the_text(tmp_path):
@@ -179,7 +179,7 @@ def test_html_keeps_lines_of_preformatted_text_only(tmp_path):
 def test_html_encoding_comes_from_the_page_unless_named(tmp_path):
     (tmp_path / "a.html").write_bytes('<meta charset="iso-8859-1"><p>caf\xe9'.encode("latin-1"))
     assert read(tmp_path / "a.html")[0][0].text == "café"
-    assert read(tmp_path / "a.html", encoding="cp1251")[0][0].text == "cafй"
+    assert read(tmp_path / "a.html", text_encoding="cp1251")[0][0].text == "cafй"
     (tmp_path / "b.html").write_bytes(b'<meta charset="no-such-charset"><p>plain')
     assert read(tmp_path / "b.html")[0][0].text == "plain"
 
@@ -236,9 +236,9 @@ def test_wrong_arguments_are_named(tmp_path):
     with pytest.raises(RequestError, match="no document paths given"):
         read()
     with pytest.raises(RequestError, match="encoding 'utf-9' is not known"):
-        read(tmp_path, encoding="utf-9")
+        read(tmp_path, text_encoding="utf-9")
     with pytest.raises(RequestError, match="encoding 'base64' is not known"):
-        read(tmp_path, encoding="base64")
+        read(tmp_path, text_encoding="base64")
     with pytest.raises(RequestError, match="no document could be read from .*the folder is empty"):
         read(tmp_path)
     (tmp_path / "empty.txt").touch()

@@ -103,17 +103,19 @@ def _decode(raw: bytes, path: Path, encoding: str) -> str:
     codec = codecs.lookup(encoding).name
     if codec == "utf-8":
         if raw.startswith(_UTF16_MARKS):
-            raise UndecodableError(f"{path} is UTF-16 text, not {encoding}; read it with --encoding utf-16")
+            raise UndecodableError(f"{path} is UTF-16 text, not {encoding}; read it with --text-encoding utf-16")
         raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         text = raw.decode(encoding)
     except UnicodeDecodeError as error:
         raise UndecodableError(
             f"{path} is not {encoding} text: byte {error.start} (0x{raw[error.start]:02x}) cannot be decoded; "
-            "name its encoding with --encoding (for example latin-1 or cp1252), or convert the file to UTF-8"
+            "name its encoding with --text-encoding (for example latin-1 or cp1252), or convert the file to UTF-8"
         ) from error
     except UnicodeError as error:  # utf-16 without a mark, idna and the like: no position is known
-        raise UndecodableError(f"{path} is not {encoding} text: {error}; name its encoding with --encoding") from error
+        raise UndecodableError(
+            f"{path} is not {encoding} text: {error}; name its encoding with --text-encoding"
+        ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -50,7 +50,7 @@ class _Candidate:
 def read_documents(
     paths: Sequence[str | os.PathLike[str]],
     *,
-    encoding: str = "utf-8",
+    text_encoding: str = "utf-8",
     max_file_bytes: int = MAX_FILE_BYTES,
     on_file: Callable[[int, int], None] | None = None,
 ) -> ReadReport:
@@ -62,7 +62,7 @@ def read_documents(
 
     Args:
         paths: Files and folders.
-        encoding: Of text files; an HTML page's own declaration wins over the default.
+        text_encoding: Of text files; an HTML page's own declaration wins over the default.
         max_file_bytes: Larger files are refused.
         on_file: Called with (files done, files in all) after each file.
 
@@ -73,11 +73,11 @@ def read_documents(
     """
     if not paths:
         raise RequestError("no document paths given; name at least one file or folder")
-    check_encoding(encoding)
+    check_encoding(text_encoding)
     report = ReadReport()
     candidates = _list_candidates([Path(path) for path in paths], report.skipped)
     for index, candidate in enumerate(candidates):
-        document = _read_one(candidate, encoding, max_file_bytes, report.skipped)
+        document = _read_one(candidate, text_encoding, max_file_bytes, report.skipped)
         if document is not None:
             report.documents.append(document)
         if on_file is not None:
@@ -142,10 +142,12 @@ def _walk(folder: Path, seen_folders: set[tuple[int, int]], skipped: list[Skippe
             skipped.append(SkippedFile(entry, "not a regular file"))
 
 
-def _read_one(candidate: _Candidate, encoding: str, max_file_bytes: int, skipped: list[SkippedFile]) -> Document | None:
+def _read_one(
+    candidate: _Candidate, text_encoding: str, max_file_bytes: int, skipped: list[SkippedFile]
+) -> Document | None:
     path = candidate.path
     try:
-        extracted = extract(_read_bytes(path, encoding, max_file_bytes), path, encoding)
+        extracted = extract(_read_bytes(path, text_encoding, max_file_bytes), path, text_encoding)
     except UndecodableError as error:
         if candidate.is_named or path.suffix.lower() in TEXT_SUFFIXES:
             raise
@@ -163,7 +165,7 @@ def _read_one(candidate: _Candidate, encoding: str, max_file_bytes: int, skipped
     return Document(extracted.text, id=path.as_posix(), title=extracted.title, metadata={"path": str(path)})
 
 
-def _read_bytes(path: Path, encoding: str, max_file_bytes: int) -> bytes:
+def _read_bytes(path: Path, text_encoding: str, max_file_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
             raw = file.read(max_file_bytes + 1)
@@ -173,7 +175,7 @@ def _read_bytes(path: Path, encoding: str, max_file_bytes: int) -> bytes:
         raise RequestError(
             f"{path} is larger than {max_file_bytes / 2**20:g} MiB; split it, or extract the part you need"
         )
-    if path.suffix.lower() != ".pdf" and looks_binary(raw, encoding):
+    if path.suffix.lower() != ".pdf" and looks_binary(raw, text_encoding):
         raise RequestError(f"{path} is a binary file; documents are text, Markdown, HTML or PDF")
     return raw
 
