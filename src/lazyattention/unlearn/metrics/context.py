@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What metrics share: the model, the sets, and each forward pass done once however many metrics need it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lazyattention.errors import ConfigError, RequestError
+from lazyattention.unlearn.data import QAExample, Template, encode_examples, pad_id_of, resolve_template
+from lazyattention.unlearn.data.encode import EncodedExample
+from lazyattention.unlearn.metrics.generate import generate_texts, stop_token_ids_of
+from lazyattention.unlearn.metrics.progress import Progress
+from lazyattention.unlearn.metrics.registry import METRICS
+from lazyattention.unlearn.metrics.score import AnswerScores, score_answers
+
+AnswerField = Literal["answer", "paraphrased", "perturbed"]
+
+
+class MetricUnavailableError(RequestError):
+    """A metric cannot be computed from the sets or logs given; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """How examples are shown to the model and how metrics are computed. Part of what a result depends on.
+
+    Attributes:
+        template: "chat", "plain" or "auto" (chat if the tokenizer has a template).
+        max_len: Tokens of prompt and answer together.
+        max_new_tokens: Longest generated answer. TOFU uses 200.
+        min_k_fraction: Share of least likely tokens in `mia_min_k`, `mia_min_k_plus_plus` and `privleak`; MUSE uses 0.4.
+        mmlu_accuracy: Measured elsewhere, 0 to 1, for LUME's final score; None leaves that score out.
+    """
+
+    template: Template = "auto"
+    max_len: int = 512
+    max_new_tokens: int = 200
+    min_k_fraction: float = 0.4
+    mmlu_accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_len < 2 or self.max_new_tokens < 1:
+            raise ConfigError(
+                f"max_len must be at least 2 and max_new_tokens at least 1, got {self.max_len}, {self.max_new_tokens}"
+            )
+        if not 0 < self.min_k_fraction <= 1:
+            raise ConfigError(f"min_k_fraction must be above 0 and at most 1, got {self.min_k_fraction}")
+        if self.mmlu_accuracy is not None and not 0 <= self.mmlu_accuracy <= 1:
+            raise ConfigError(f"mmlu_accuracy must lie between 0 and 1, got {self.mmlu_accuracy}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for a result file."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class EvalContext:
+    """Everything a metric may ask for. Scores, texts and results of other metrics are computed once and kept.
+
+    Attributes:
+        model, tokenizer: What is measured.
+        splits: Name of the set ("forget", "retain", "holdout", "real_authors", "world_facts", or any) to examples.
+        options: See `EvalOptions`.
+        batch_size: Examples per forward pass.
+        retrained: The result of `evaluate` on the retrained model, or None.
+        progress: Shows how far the passes are.
+        results: Name of a metric to its result.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    splits: Mapping[str, Sequence[QAExample]]
+    options: EvalOptions = field(default_factory=EvalOptions)
+    batch_size: int = 8
+    retrained: Mapping[str, Any] | None = None
+    progress: Progress = field(default_factory=lambda: Progress(is_enabled=False))
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _encoded: dict[tuple[str, AnswerField], list[EncodedExample]] = field(default_factory=dict)
+    _scores: dict[tuple[str, AnswerField], list[AnswerScores]] = field(default_factory=dict)
+    _texts: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        resolve_template(self.tokenizer, self.options.template)
+        for name, examples in self.splits.items():
+            if not examples:
+                raise RequestError(f"split {name!r} holds no example; leave it out or fill it")
+
+    def split(self, name: str) -> Sequence[QAExample]:
+        """Return a set that a metric needs; MetricUnavailableError if it was not given."""
+        if name not in self.splits:
+            raise MetricUnavailableError(f"needs the split {name!r}; given are {', '.join(self.splits)}")
+        return self.splits[name]
+
+    def result(self, metric: str) -> dict[str, Any]:
+        """Return the result of another metric, computing it if need be."""
+        if metric not in self.results:
+            self.results[metric] = METRICS[metric].compute(self)
+        return self.results[metric]
+
+    def scores(self, split: str, which: AnswerField = "answer") -> list[AnswerScores]:
+        """Score one kind of answer of a set; see `answers_of` for the order of "perturbed"."""
+        key = (split, which)
+        if key not in self._scores:
+            encoded = self.encoded(split, which)
+            with self.progress.task(f"scoring {split} ({which})", len(encoded)) as advance:
+                self._scores[key] = score_answers(
+                    self.model,
+                    encoded,
+                    pad_id=pad_id_of(self.tokenizer),
+                    batch_size=self.batch_size,
+                    on_batch=advance,
+                )
+        return self._scores[key]
+
+    def encoded(self, split: str, which: AnswerField = "answer") -> list[EncodedExample]:
+        """Encode one kind of answer of a set."""
+        key = (split, which)
+        if key not in self._encoded:
+            self._encoded[key] = encode_examples(
+                self.tokenizer,
+                answers_of(self.split(split), which),
+                template=self.options.template,
+                max_len=self.options.max_len,
+            )
+        return self._encoded[key]
+
+    def texts(self, split: str) -> list[str]:
+        """Generate an answer to every question of a set, greedily.
+
+        The continuation of a "completion" is cut to as many tokens as the true one has: it has no end of its own.
+        """
+        if split not in self._texts:
+            encoded = self.encoded(split)
+            limits = [
+                min(self.options.max_new_tokens, len(item.answer_ids))
+                if example.kind == "completion"
+                else self.options.max_new_tokens
+                for item, example in zip(encoded, self.splits[split], strict=True)
+            ]
+            with self.progress.task(f"answering {split}", len(encoded)) as advance:
+                self._texts[split] = generate_texts(
+                    self.model,
+                    self.tokenizer,
+                    [item.prompt_ids for item in encoded],
+                    max_new_tokens=limits,
+                    stop_token_ids=stop_token_ids_of(self.model, self.tokenizer, self.options.template),
+                    batch_size=self.batch_size,
+                    on_batch=advance,
+                )
+        return self._texts[split]
+
+
+def answers_of(examples: Sequence[QAExample], which: AnswerField) -> list[QAExample]:
+    """Return examples whose `answer` is the chosen kind.
+
+    "paraphrased" falls back to the answer itself where there is no paraphrase, as TOFU does for real authors and
+    world facts. "perturbed" gives one entry per wrong answer: all of the first example, then of the second, …
+    """
+    if which == "answer":
+        return list(examples)
+    if which == "paraphrased":
+        return [replace(example, answer=example.paraphrased_answer or example.answer) for example in examples]
+    return [replace(example, answer=wrong) for example in examples for wrong in example.perturbed_answers]
+
+
+def ids_of(examples: Sequence[QAExample]) -> list[str]:
+    """Return one different name per example: its id, or its place where there is none or it stands twice."""
+    counts = Counter(example.example_id for example in examples)
+    return [
+        example.example_id if example.example_id and counts[example.example_id] == 1 else f"#{index}"
+        for index, example in enumerate(examples)
+    ]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few metrics on a few examples, cheap enough to look at while a model is being trained."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lazyattention.errors import ConfigError
+from lazyattention.unlearn.data import QAExample, Template
+from lazyattention.unlearn.metrics.context import EvalContext, EvalOptions
+from lazyattention.unlearn.metrics.exact_memorization import exact_memorization
+from lazyattention.unlearn.metrics.extraction_strength import extraction_strength
+from lazyattention.unlearn.metrics.probability import answer_probability
+from lazyattention.unlearn.metrics.rouge_l import rouge_l
+
+# Room for an answer that is a little longer than the true one.
+_EXTRA_TOKENS = 8
+
+
+def quick_metrics(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    forget: Sequence[QAExample],
+    retain: Sequence[QAExample],
+    *,
+    max_examples: int = 32,
+    batch_size: int = 8,
+    template: Template = "auto",
+    max_len: int = 512,
+    with_rouge: bool = True,
+) -> dict[str, dict[str, float]]:
+    """Measure forgetting and keeping on evenly spaced examples of both sets.
+
+    One scoring pass per set, and for ROUGE-L one generation of at most the longest true answer plus 8 tokens.
+    The model's mode, gradients, generation settings and random state are as before afterwards.
+
+    Args:
+        model: May be in training mode, wrapped by PEFT or with gradient checkpointing.
+        tokenizer: Of the model.
+        forget: To be forgotten. May be empty, as may `retain`; an empty set has no entry in the result.
+        retain: To be kept.
+        max_examples: Of each set at most so many, the same ones on every call.
+        batch_size: Examples per pass.
+        template: See `encode_example`.
+        max_len: See `encode_example`.
+        with_rouge: False skips generation, the slow part, and leaves "rouge_l" out.
+
+    Returns:
+        "forget" and "retain", each with means over examples of "extraction_strength", "exact_memorization",
+        "answer_probability", "rouge_l" (recall), all 0 to 1 and higher = better known; "mean_nll", nats per token
+        over all tokens; "num_examples".
+    """
+    if max_examples < 1:
+        raise ConfigError(f"max_examples must be at least 1, got {max_examples}")
+    result: dict[str, dict[str, float]] = {}
+    for name, examples in (("forget", forget), ("retain", retain)):
+        if examples:
+            chosen = evenly_spaced(examples, max_examples)
+            result[name] = measure(
+                model,
+                tokenizer,
+                chosen,
+                batch_size=batch_size,
+                template=template,
+                max_len=max_len,
+                with_rouge=with_rouge,
+            )
+    return result
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[QAExample],
+    *,
+    batch_size: int = 8,
+    template: Template = "auto",
+    max_len: int = 512,
+    with_rouge: bool = True,
+) -> dict[str, float]:
+    """Measure one set; see `quick_metrics`."""
+    context = EvalContext(
+        model, tokenizer, {"set": examples}, EvalOptions(template=template, max_len=max_len), batch_size
+    )
+    scores = context.scores("set")
+    num_tokens = sum(len(item.logprobs) for item in scores)
+    values = {
+        "extraction_strength": float(np.mean([extraction_strength(item) for item in scores])),
+        "exact_memorization": float(np.mean([exact_memorization(item) for item in scores])),
+        "answer_probability": float(np.mean([answer_probability(item) for item in scores])),
+        "mean_nll": sum(item.nll for item in scores) / num_tokens,
+        "num_examples": float(len(scores)),
+    }
+    if with_rouge:
+        longest = max(len(item.answer_ids) for item in context.encoded("set"))
+        context.options = EvalOptions(template=template, max_len=max_len, max_new_tokens=longest + _EXTRA_TOKENS)
+        texts = context.texts("set")
+        recalls = [rouge_l(example.answer, text).recall for example, text in zip(examples, texts, strict=True)]
+        values["rouge_l"] = float(np.mean(recalls))
+    return values
+
+
+def evenly_spaced(examples: Sequence[QAExample], count: int) -> list[QAExample]:
+    """Pick `count` examples spread over the whole list, always the same ones; all of them if there are fewer."""
+    if len(examples) <= count:
+        return list(examples)
+    return [examples[index * len(examples) // count] for index in range(count)]
