@@ -2,6 +2,7 @@
 """A few metrics on a few examples, cheap enough to look at while a model is being trained."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,25 +81,41 @@ def measure(
     with_rouge: bool = True,
 ) -> dict[str, float]:
     """Measure one set; see `quick_metrics`."""
+    per_example, mean_nll = measure_each(
+        model, tokenizer, examples, batch_size=batch_size, template=template, max_len=max_len, with_rouge=with_rouge
+    )
+    means = {name: float(np.mean(values)) for name, values in per_example.items()}
+    return {**means, "mean_nll": mean_nll, "num_examples": float(len(examples))}
+
+
+def measure_each(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[QAExample],
+    *,
+    batch_size: int = 8,
+    template: Template = "auto",
+    max_len: int = 512,
+    with_rouge: bool = True,
+) -> tuple[dict[str, list[float]], float]:
+    """Return the metrics of `quick_metrics` for each example, in order, and the mean nll per token of all."""
     context = EvalContext(
         model, tokenizer, {"set": examples}, EvalOptions(template=template, max_len=max_len), batch_size
     )
     scores = context.scores("set")
-    num_tokens = sum(len(item.logprobs) for item in scores)
     values = {
-        "extraction_strength": float(np.mean([extraction_strength(item) for item in scores])),
-        "exact_memorization": float(np.mean([exact_memorization(item) for item in scores])),
-        "answer_probability": float(np.mean([answer_probability(item) for item in scores])),
-        "mean_nll": sum(item.nll for item in scores) / num_tokens,
-        "num_examples": float(len(scores)),
+        "extraction_strength": [extraction_strength(item) for item in scores],
+        "exact_memorization": [exact_memorization(item) for item in scores],
+        "answer_probability": [answer_probability(item) for item in scores],
     }
     if with_rouge:
         longest = max(len(item.answer_ids) for item in context.encoded("set"))
-        context.options = EvalOptions(template=template, max_len=max_len, max_new_tokens=longest + _EXTRA_TOKENS)
+        context.options = replace(context.options, max_new_tokens=longest + _EXTRA_TOKENS)
         texts = context.texts("set")
-        recalls = [rouge_l(example.answer, text).recall for example, text in zip(examples, texts, strict=True)]
-        values["rouge_l"] = float(np.mean(recalls))
-    return values
+        values["rouge_l"] = [
+            rouge_l(example.answer, text).recall for example, text in zip(examples, texts, strict=True)
+        ]
+    return values, sum(item.nll for item in scores) / sum(len(item.logprobs) for item in scores)
 
 
 def evenly_spaced(examples: Sequence[QAExample], count: int) -> list[QAExample]:
