@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps generated parts of the documentation true, and its links alive. `make docs` writes; a test only checks.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->` in any Markdown page. Names:
+`options COMMAND`, `configuration`, `models`, `reuse methods`, `environment variables`.
+"""
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_PART = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """All Markdown pages of the project that are documentation."""
+    folders = (ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md"), (ROOT / "src").rglob("*.md"))
+    others = ((ROOT / name).glob("*.md") for name in ("benchmarks", "evaluation", "examples"))
+    return sorted({path for found in (*folders, *others) for path in found})
+
+
+def generate(name: str) -> str:
+    """Return the text of one generated part."""
+    kind, _, argument = name.partition(" ")
+    if kind == "options":
+        return _options(argument)
+    if name == "configuration":
+        return _configuration()
+    if name == "models":
+        from lazyattention.models import matrix
+
+        return matrix.to_markdown()
+    if name == "reuse methods":
+        from lazyattention.reuse.registry import REUSE_METHODS
+
+        return _table(
+            ("method", "what it does"), [(f"`{key}`", method.summary) for key, method in REUSE_METHODS.items()]
+        )
+    if name == "environment variables":
+        return _environment()
+    raise SystemExit(f"unknown generated part {name!r}")
+
+
+def refreshed(text: str) -> str:
+    """Return a page's text with every generated part renewed."""
+    return _PART.sub(lambda match: f"{match[1]}{generate(match[2]).strip()}\n{match[3]}", text)
+
+
+def broken_links() -> Iterator[str]:
+    """Yield every relative link that leads nowhere, with its page."""
+    for page in pages():
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for match in _LINK.finditer(text):
+            target = match[1] or match[2]
+            if target.startswith(("http://", "https://", "mailto:")):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            if not file.exists():
+                yield f"{page.relative_to(ROOT)}: {target} does not exist"
+            elif anchor and file.suffix == ".md" and anchor not in _anchors(file):
+                yield f"{page.relative_to(ROOT)}: {target} names a heading that does not exist"
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = (match[1] for match in _HEADING.finditer(page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def _options(command_name: str) -> str:
+    import typer
+
+    from lazyattention.cli import app
+
+    command: Any = typer.main.get_command(app)
+    for word in command_name.split():
+        command = command.commands[word]
+    rows = []
+    for param in command.params:
+        if param.param_type_name != "option" or param.name == "help":
+            continue
+        default = param.show_default if isinstance(param.show_default, str) else param.default
+        is_shown = param.show_default is not False and default is not None and default is not False
+        names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+        rows.append((names, param.help, f"`{default}`" if is_shown else ""))
+    return _table(("option", "meaning", "default"), rows)
+
+
+def _configuration() -> str:
+    from lazyattention.cli.options import engine_fields
+
+    rows = []
+    for name, (field, kind) in engine_fields().items():
+        type_name = kind.__name__ if isinstance(kind, type) else str(kind)
+        rows.append((f"`{name}`", type_name.replace("|", "or"), field.metadata["help"], f"`{field.default}`"))
+    return _table(("field", "type", "meaning", "default"), rows)
+
+
+def _environment() -> str:
+    """Read the comments above the variables in envs.py: they are the documentation."""
+    source = (ROOT / "src/lazyattention/envs.py").read_text(encoding="utf-8")
+    lines = source.split("\n")
+    rows = []
+    for node in ast.parse(source).body:
+        names = re.findall(r"LAZYATTENTION_\w+", ast.get_source_segment(source, node) or "")
+        if not isinstance(node, ast.Assign) or not names:
+            continue
+        first = node.lineno - 1
+        comments: list[str] = []
+        while first > 0 and lines[first - 1].startswith("# "):
+            comments.insert(0, lines[first - 1][2:])
+            first -= 1
+        rows.append((f"`{names[0]}`", " ".join(comments)))
+    return _table(("variable", "meaning"), rows)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def main() -> None:
+    """Write or check; exit 1 when a page is out of date or a link is broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="renew generated parts instead of only checking them")
+    args = parser.parse_args()
+    problems = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new = refreshed(text)
+        if new != text and args.write:
+            page.write_text(new, encoding="utf-8")
+            print(f"renewed {page.relative_to(ROOT)}")
+        elif new != text:
+            problems.append(f"{page.relative_to(ROOT)}: a generated part is out of date; run `make docs`")
+    problems += broken_links()
+    print("\n".join(problems) or f"{len(pages())} pages are up to date and every link leads somewhere")
+    raise SystemExit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
