@@ -49,6 +49,7 @@ class Chunk:
         content_id: Hash of scope and tokens alone, to tell "other preamble" from "new".
         base: Position of its first token when it was encoded: 0, or the length of its preamble.
         preamble: The chunk it was encoded after, or None.
+        keys_turned: False when its keys are stored without rotation.
         block_ids: Its KV blocks.
         document_ids: Documents it came from, with their titles.
         num_computed: Tokens whose KV exists; the chunk is ready when all do.
@@ -68,6 +69,7 @@ class Chunk:
     content_id: bytes
     base: int
     preamble: "Chunk | None"
+    keys_turned: bool
     block_ids: list[int]
     document_ids: dict[str, str | None] = field(default_factory=dict)
     num_computed: int = 0

@@ -16,6 +16,11 @@ def content_id(scope: str, token_ids: Sequence[int]) -> bytes:
     return digest_fields(("content", scope), token_ids)
 
 
+def document_tag(scope: str, document_id: str) -> bytes:
+    """Mark text KV that was computed from a document, so that deleting the document finds it."""
+    return digest_fields(("document", scope, document_id))
+
+
 class ChunkStore:
     """Index of stored chunks by key, content and document.
 

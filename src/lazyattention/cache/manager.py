@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lazyattention.cache.block_pool import BlockPool
 from lazyattention.cache.chunk import Chunk, ChunkKey
-from lazyattention.cache.chunk_store import ChunkStore, content_id
+from lazyattention.cache.chunk_store import ChunkStore, content_id, document_tag
 from lazyattention.cache.eviction import EvictionQueue, recompute_cost
 from lazyattention.cache.prefix_store import PrefixNode, PrefixStore
 from lazyattention.errors import CapacityError
@@ -25,7 +25,10 @@ class CacheStats:
         num_hit_tokens: Document tokens found at admission.
         num_miss_tokens: Document tokens not found at admission.
         num_hit_text_tokens: Text tokens found at admission.
-        num_evictions: Evicted chunks and text blocks, by reason: "room" or "expired".
+        num_evicted_chunks: Chunks that made room.
+        num_evicted_text_blocks: Text blocks that made room.
+        num_expired_chunks: Chunks whose time was over.
+        num_deleted_chunks: Chunks deleted by the user.
     """
 
     num_hit_tokens: int = 0
@@ -119,7 +122,14 @@ class CacheManager:
         return chunk
 
     def insert_chunk(
-        self, key: ChunkKey, token_ids: Sequence[int], *, scope: str, base: int, preamble: Chunk | None
+        self,
+        key: ChunkKey,
+        token_ids: Sequence[int],
+        *,
+        scope: str,
+        base: int = 0,
+        preamble: Chunk | None = None,
+        keys_turned: bool = True,
     ) -> Chunk:
         """Make room for a new chunk and hold it once for the caller. It holds its preamble until it is ready.
 
@@ -134,6 +144,7 @@ class CacheManager:
             content_id=content_id(scope, token_ids),
             base=base,
             preamble=preamble,
+            keys_turned=keys_turned,
             block_ids=block_ids,
             num_users=1,
             created_s=self._clock(),
@@ -182,17 +193,22 @@ class CacheManager:
         if chunk.num_users == 0 and not chunk.is_deleted:
             self._settle(chunk)
 
-    def delete_chunk(self, chunk: Chunk) -> int:
-        """Forget a chunk and all text computed after it. Blocks still being read go when their last reader ends.
+    def delete_document(self, scope: str, document_id: str) -> tuple[list[Chunk], int]:
+        """Forget a document's chunks, in every encoding, and all text computed from or after it.
+
+        Blocks still being read go when their last reader ends.
 
         Returns:
-            Number of blocks that became free now.
+            The chunks forgotten, and the number of blocks that became free now.
         """
         before = self.pool.num_free
-        self.delete_tagged(chunk.key.digest)
-        self._forget_chunk(chunk, "deleted")
-        self.stats.num_deleted_chunks += 1
-        return self.pool.num_free - before
+        chunks = self.chunks.of_document(scope, document_id)
+        for chunk in chunks:
+            self.delete_tagged(chunk.key.digest)
+            self._forget_chunk(chunk, "deleted")
+            self.stats.num_deleted_chunks += 1
+        self.delete_tagged(document_tag(scope, document_id))
+        return chunks, self.pool.num_free - before
 
     def delete_tagged(self, tag: bytes) -> int:
         """Forget all text that carries `tag`, and its continuations; return the number of blocks that became free."""

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the scheduler's step to flat arrays: token ids, positions, slots, and who looks at which KV."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lazyattention.cache.chunk import Chunk
+from lazyattention.engine.request import Sequence, SpanState
+from lazyattention.engine.scheduler import Piece, Step
+from lazyattention.ops import KVRange, RowGroup
+from lazyattention.reuse import SpanUse
+
+
+@dataclass(slots=True)
+class Batch:
+    """One forward pass.
+
+    Attributes:
+        token_ids: int64 `[num_tokens]`.
+        positions: int64 `[num_tokens]`, what the model turns by.
+        slot_mapping: int64 `[num_tokens]`.
+        store_turns: int64 `[num_tokens]`, turn of each new key before it is stored; 0 = as it comes.
+        ranges: KV ranges looked at.
+        row_groups: Which tokens look at which range.
+        sampled: Sequences whose next token is sampled.
+        sample_rows: Their last token, index into the batch.
+        copy_sources: int64 `[num_copies]`, slots to copy before the forward.
+        copy_targets: int64 `[num_copies]`.
+        copy_deltas: int64 `[num_copies]`, turn of each copied key.
+        read_chunks: Stored chunks that are only read in this step.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    store_turns: np.ndarray
+    ranges: list[KVRange]
+    row_groups: list[RowGroup]
+    sampled: list[Sequence]
+    sample_rows: list[int]
+    copy_sources: np.ndarray
+    copy_targets: np.ndarray
+    copy_deltas: np.ndarray
+    read_chunks: list[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the batch."""
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class _Builder:
+    block_size: int
+    token_ids: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    slots: list[np.ndarray] = field(default_factory=list)
+    store_turns: list[np.ndarray] = field(default_factory=list)
+    ranges: list[KVRange] = field(default_factory=list)
+    row_groups: list[RowGroup] = field(default_factory=list)
+    chunk_ranges: dict[int, int] = field(default_factory=dict)
+    read_chunks: list[Chunk] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add_tokens(
+        self, token_ids: "list[int] | tuple[int, ...]", first_position: int, block_ids: list[int], offset: int
+    ) -> None:
+        """Append tokens `offset ...` of a span whose first token stands (or is encoded) at `first_position`."""
+        num_tokens = len(token_ids)
+        index = np.arange(offset, offset + num_tokens)
+        self.token_ids.append(np.asarray(token_ids, dtype=np.int64))
+        self.positions.append(first_position + index)
+        self.slots.append(_slots(block_ids, index, self.block_size))
+        self.store_turns.append(np.zeros(num_tokens, dtype=np.int64))
+
+    def look_at(self, kv_range: KVRange, num_tokens: int, position_delta: int) -> None:
+        """Let the batch's last `num_tokens` tokens look at a range."""
+        self.ranges.append(kv_range)
+        self._add_group(len(self.ranges) - 1, num_tokens, position_delta)
+
+    def look_at_chunk(self, chunk: Chunk, num_tokens: int, position_delta: int, *, keys_turned: bool) -> None:
+        """Let the batch's last `num_tokens` tokens look at a whole chunk."""
+        index = self.chunk_ranges.get(id(chunk))
+        if index is None:
+            self.ranges.append(
+                KVRange(("chunk", id(chunk)), chunk.block_ids, chunk.num_tokens, chunk.base, keys_turned)
+            )
+            index = self.chunk_ranges[id(chunk)] = len(self.ranges) - 1
+            if chunk.is_ready:
+                self.read_chunks.append(chunk)
+        self._add_group(index, num_tokens, position_delta)
+
+    def _add_group(self, range_index: int, num_tokens: int, position_delta: int) -> None:
+        self.row_groups.append(RowGroup(range_index, self.num_tokens, num_tokens, position_delta))
+
+
+def build_batch(step: Step, block_size: int) -> Batch:
+    """Lay out a step that has at least one piece.
+
+    The text of a sequence sees every earlier span and, causally, its own. A chunk sees its preamble, if it was encoded
+    after one, and itself.
+    """
+    builder = _Builder(block_size)
+    sampled: list[Sequence] = []
+    sample_rows: list[int] = []
+    remaining = {
+        id(piece.sequence): piece.sequence.num_remaining for piece in step.pieces if piece.sequence is not None
+    }
+    for piece in step.pieces:
+        if piece.sequence is None:
+            _add_chunk_piece(builder, piece)
+        else:
+            _add_sequence_piece(builder, piece, piece.sequence)
+        builder.num_tokens += piece.num_tokens
+        if piece.sequence is not None:
+            remaining[id(piece.sequence)] -= piece.num_tokens
+            if remaining[id(piece.sequence)] == 0:
+                sampled.append(piece.sequence)
+                sample_rows.append(builder.num_tokens - 1)
+    copies = [_copy_slots(span, block_size) for span in step.copies]
+    empty = np.empty(0, dtype=np.int64)
+    sources, targets, deltas = (
+        (np.concatenate(arrays) for arrays in zip(*copies, strict=True)) if copies else (empty, empty, empty)
+    )
+    return Batch(
+        token_ids=np.concatenate(builder.token_ids),
+        positions=np.concatenate(builder.positions),
+        slot_mapping=np.concatenate(builder.slots),
+        store_turns=np.concatenate(builder.store_turns),
+        ranges=builder.ranges,
+        row_groups=builder.row_groups,
+        sampled=sampled,
+        sample_rows=sample_rows,
+        copy_sources=sources,
+        copy_targets=targets,
+        copy_deltas=deltas,
+        read_chunks=builder.read_chunks,
+    )
+
+
+def _add_chunk_piece(builder: _Builder, piece: Piece) -> None:
+    chunk = piece.chunk
+    assert chunk is not None
+    token_ids = chunk.token_ids[piece.offset : piece.offset + piece.num_tokens]
+    builder.add_tokens(token_ids, chunk.base, chunk.block_ids, piece.offset)
+    if not chunk.keys_turned:
+        builder.store_turns[-1] = -builder.positions[-1]
+    if chunk.preamble is not None:
+        builder.look_at_chunk(chunk.preamble, piece.num_tokens, 0, keys_turned=chunk.keys_turned)
+    num_keys = piece.offset + piece.num_tokens
+    if num_keys == chunk.num_tokens:
+        builder.look_at_chunk(chunk, piece.num_tokens, 0, keys_turned=chunk.keys_turned)
+    else:
+        own = KVRange(("slice", id(chunk)), chunk.block_ids, num_keys, chunk.base, chunk.keys_turned)
+        builder.look_at(own, piece.num_tokens, 0)
+
+
+def _add_sequence_piece(builder: _Builder, piece: Piece, sequence: Sequence) -> None:
+    span = sequence.spans[piece.span_index]
+    token_ids = span.token_ids[piece.offset : piece.offset + piece.num_tokens]
+    builder.add_tokens(token_ids, span.start, span.block_ids, piece.offset)
+    plan = sequence.reuse_plan
+    assert plan is not None
+    if span.use is SpanUse.PRIVATE:
+        # As when encoded apart, the chunk directly follows its preamble: the preamble is moved up to it.
+        visible = [] if plan.preamble_index is None else [plan.preamble_index]
+    else:
+        visible = list(range(piece.span_index))
+    for index in visible:
+        seen = sequence.spans[index]
+        delta = span.start - seen.start - len(seen.token_ids) if span.use is SpanUse.PRIVATE else 0
+        if seen.use is SpanUse.SHARED:
+            assert seen.chunk is not None
+            delta += seen.start - seen.chunk.base
+            builder.look_at_chunk(seen.chunk, piece.num_tokens, delta, keys_turned=seen.chunk.keys_turned)
+        else:
+            kv_range = KVRange((id(sequence), index), seen.block_ids, len(seen.token_ids), seen.start)
+            builder.look_at(kv_range, piece.num_tokens, delta)
+    num_keys = piece.offset + piece.num_tokens
+    own = KVRange((id(sequence), piece.span_index, num_keys), span.block_ids, num_keys, span.start)
+    builder.look_at(own, piece.num_tokens, 0)
+
+
+def _copy_slots(span: SpanState, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    assert span.chunk is not None
+    index = np.arange(len(span.token_ids))
+    sources = _slots(span.chunk.block_ids, index, block_size)
+    targets = _slots(span.block_ids, index, block_size)
+    return sources, targets, np.full(len(index), span.start - span.chunk.base, dtype=np.int64)
+
+
+def _slots(block_ids: list[int], index: np.ndarray, block_size: int) -> np.ndarray:
+    first, last = int(index[0]) // block_size, int(index[-1]) // block_size
+    blocks = np.asarray(block_ids[first : last + 1], dtype=np.int64)
+    return blocks[index // block_size - first] * block_size + index % block_size

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request on its way through the engine: its spans, where their KV lies, and how far it got."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lazyattention.cache.chunk import Chunk, ChunkKey
+from lazyattention.engine.outputs import CompletionOutput, DocumentReuse, Timings
+from lazyattention.engine.sampling_params import SamplingParams
+from lazyattention.errors import LazyAttentionError
+from lazyattention.reuse import PromptLayout, ReuseMethod, ReusePlan, SpanUse
+
+if TYPE_CHECKING:
+    from lazyattention.engine.detokenizer import Detokenizer
+    from lazyattention.engine.text_chain import TextChain
+
+
+class RequestStatus(enum.Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class SpanState:
+    """One span of a running sequence.
+
+    Attributes:
+        use: Whose KV serves it.
+        token_ids: Its tokens; the last span grows with the output.
+        start: Position of its first token.
+        chunk_key: What its chunk is stored under (SHARED, COPIED).
+        chunk: The stored chunk it reads (SHARED) or copies (COPIED); held by the sequence.
+        block_ids: The sequence's own blocks (TEXT, PRIVATE, COPIED); it holds one reference on each.
+        num_computed: Tokens of its own whose KV exists.
+    """
+
+    use: SpanUse
+    token_ids: list[int]
+    start: int
+    chunk_key: ChunkKey | None = None
+    chunk: Chunk | None = None
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens the sequence itself must still compute here; a shared chunk is somebody's else work."""
+        return 0 if self.use is SpanUse.SHARED else len(self.token_ids) - self.num_computed
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """What a user sent: one prompt, `n` completions.
+
+    Attributes:
+        request_id: Unique among live requests.
+        layout: The prompt.
+        params: How to sample.
+        method: How stored KV is used.
+        scope: The tenant.
+        timings: When things happened.
+        deadline_s: Monotonic seconds after which it is ended, or None.
+        sequences: One per completion.
+        documents: The reuse report, made at the first admission.
+        num_reused_tokens: Prompt tokens not computed for this request.
+        error: Why it failed.
+    """
+
+    request_id: str
+    layout: PromptLayout
+    params: SamplingParams
+    method: ReuseMethod
+    scope: str
+    timings: Timings
+    deadline_s: float | None = None
+    sequences: "list[Sequence]" = field(default_factory=list)
+    documents: list[DocumentReuse] = field(default_factory=list)
+    num_reused_tokens: int = 0
+    error: LazyAttentionError | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every completion ended."""
+        return all(sequence.status is RequestStatus.FINISHED for sequence in self.sequences)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion of a request, as the scheduler sees it.
+
+    Attributes:
+        group: The request.
+        index: Which of its completions.
+        seed_key: Makes its random draws its own.
+        detokenizer: Its text so far.
+        max_tokens: Most tokens it may generate, bounded by the model's length.
+        status: Where it is.
+        reuse_plan: Made at admission.
+        spans: Its spans while running, in prompt order.
+        chain: Its place in the store of text KV while running; None if its method reuses no text.
+        output_token_ids: Generated so far; they survive preemption.
+        output: What the user sees of it.
+        num_skipped: Younger requests that overtook it while it waited.
+        num_preemptions: How often its blocks were taken.
+    """
+
+    group: RequestGroup
+    index: int
+    seed_key: int
+    detokenizer: "Detokenizer"
+    max_tokens: int
+    status: RequestStatus = RequestStatus.WAITING
+    reuse_plan: ReusePlan | None = None
+    spans: list[SpanState] = field(default_factory=list)
+    chain: "TextChain | None" = None
+    output_token_ids: list[int] = field(default_factory=list)
+    output: CompletionOutput = field(default_factory=lambda: CompletionOutput(0))
+    num_skipped: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def is_decoding(self) -> bool:
+        """True when only the last sampled token is left to compute."""
+        return bool(self.output_token_ids) and self.num_remaining == 1
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return sum(span.num_remaining for span in self.spans)
+
+    @property
+    def is_waiting_for_sibling(self) -> bool:
+        """True while the group's first completion still computes the prompt that this one will reuse."""
+        if self.index == 0 or not self.group.method.reuses_text:
+            return False
+        first = self.group.sequences[0]
+        return first.status is not RequestStatus.FINISHED and not first.output_token_ids

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sequence's walk along the store of text KV: first matching what is there, then keeping what it computes.
+
+The chain runs over all spans in prompt order. Text adds a link per block (a span that ended adds its last, shorter
+block too); a stored chunk adds a boundary link, so that text behind other chunks, or the same chunks in another order,
+is another chain.
+"""
+
+from collections.abc import Sequence
+
+from lazyattention.cache.chunk_store import document_tag
+from lazyattention.cache.manager import CacheManager
+from lazyattention.cache.prefix_store import PrefixNode, block_key, boundary_key
+from lazyattention.engine.request import SpanState
+from lazyattention.reuse import PromptLayout, SpanUse
+
+
+class TextChain:
+    """A cursor over a sequence's spans: everything before it is stored, or known not to be storable."""
+
+    def __init__(self, cache: CacheManager, root_key: bytes, layout: PromptLayout, scope: str) -> None:
+        """Start at the prompt's beginning; `root_key` names weights, KV dtype and scope."""
+        self._cache = cache
+        self._layout = layout
+        self._scope = scope
+        self._key = root_key
+        self._parent: PrefixNode | None = None
+        self._tags: tuple[bytes, ...] = ()
+        self._span_index = 0
+        self._done = 0  # tokens of the current span that are behind the cursor
+        self._is_broken = False
+        self.nodes: list[PrefixNode] = []
+
+    def match(self, spans: Sequence[SpanState]) -> int:
+        """Let `spans` use the stored text that fits, and hold it; return the number of tokens found.
+
+        The prompt's last token is never taken from the store: its logits are needed.
+        """
+        num_found = 0
+        while (piece := self._next_piece(spans, computed_only=False)) is not None:
+            span, token_ids = piece
+            is_last_token = span is spans[-1] and self._done + len(token_ids) >= len(span.token_ids)
+            key = block_key(self._key, token_ids)
+            node = None if is_last_token else self._cache.texts.get(key, token_ids)
+            if node is None:
+                break
+            self._cache.hold_text(node)
+            node.num_hits += 1
+            span.block_ids.append(node.block_id)
+            span.num_computed += len(token_ids)
+            num_found += len(token_ids)
+            self._step(key, node, len(token_ids))
+        return num_found
+
+    def keep(self, spans: Sequence[SpanState]) -> None:
+        """Offer the store every block that has been computed since the last call."""
+        while not self._is_broken and (piece := self._next_piece(spans, computed_only=True)) is not None:
+            span, token_ids = piece
+            key = block_key(self._key, token_ids)
+            block_id = span.block_ids[self._done // self._cache.block_size]
+            tags = self._tags + self._own_tags()
+            context_len = span.start + self._done
+            node = self._cache.insert_text(key, self._parent, token_ids, block_id, context_len, tags)
+            if node is None:
+                self._is_broken = True
+                return
+            self._step(key, node, len(token_ids))
+
+    def _next_piece(self, spans: Sequence[SpanState], *, computed_only: bool) -> tuple[SpanState, list[int]] | None:
+        """Return the next block's span and tokens, or None where the chain cannot go on (yet)."""
+        while self._span_index < len(spans):
+            span = spans[self._span_index]
+            if span.use is SpanUse.TEXT:
+                token_ids = span.token_ids[self._done : self._done + self._cache.block_size]
+                is_closed = span is not spans[-1]
+                is_whole = len(token_ids) == self._cache.block_size or (is_closed and bool(token_ids))
+                if is_whole:
+                    computed = span.num_computed >= self._done + len(token_ids)
+                    return (span, token_ids) if computed or not computed_only else None
+                if not is_closed:
+                    return None
+            elif span.chunk_key is not None:
+                self._key = boundary_key(self._key, span.chunk_key.digest)
+                self._tags += (span.chunk_key.digest,)
+            self._span_index += 1
+            self._done = 0
+        return None
+
+    def _own_tags(self) -> tuple[bytes, ...]:
+        """A document computed as text is tagged, so that deleting it finds this block and what follows."""
+        document_id = self._layout.spans[self._span_index].document_id
+        return () if document_id is None else (document_tag(self._scope, document_id),)
+
+    def _step(self, key: bytes, node: PrefixNode, num_tokens: int) -> None:
+        self._key, self._parent, self._tags = key, node, ()
+        self._done += num_tokens
+        self.nodes.append(node)
