@@ -14,10 +14,11 @@ import typer
 from typer.core import TyperCommand
 
 from lazyattention.cli.console import err, out, shows_progress
-from lazyattention.cli.corpus import RETRIEVERS, Corpus, load_documents, make_corpus
+from lazyattention.cli.corpus import RETRIEVERS, Corpus, check_retriever, load_documents, make_corpus
 from lazyattention.cli.report import answer_report, seconds, to_dict
 from lazyattention.config import EngineConfig
 from lazyattention.errors import RequestError
+from lazyattention.reuse.registry import REUSE_METHODS
 
 if TYPE_CHECKING:
     from lazyattention.engine.llm import LLM
@@ -128,9 +129,11 @@ def ask(
     """
     if not questions and not interactive and sys.stdin.isatty():
         raise RequestError("no question given; write it after the options in quotes, or use --interactive")
-    read = load_documents(documents, text_encoding) if documents else []
     # Checked before the model is loaded, so that a typing error costs no wait.
     config = EngineConfig.of(**engine_options)
+    REUSE_METHODS[config.reuse_method]
+    check_retriever(retriever)
+    read = load_documents(documents, text_encoding) if documents else []
     from lazyattention.engine.sampling_params import SamplingParams  # imports below need torch: not for --help
 
     params = SamplingParams(

@@ -37,6 +37,12 @@ class Corpus:
         return [item.document for item in self.retriever.retrieve(question, self.top_k)]
 
 
+def check_retriever(name: str) -> None:
+    """Raise RequestError unless `name` is a retriever."""
+    if name not in RETRIEVERS:
+        raise RequestError(f"--retriever must be one of {', '.join(RETRIEVERS)}, got {name!r}")
+
+
 def load_documents(paths: Sequence[Path], text_encoding: str) -> list[Document]:
     """Read `paths` with a progress bar, and say what was left out."""
     columns = (TextColumn("reading documents"), BarColumn(), MofNCompleteColumn())
@@ -64,8 +70,7 @@ def make_corpus(
     """Build the corpus; with `top_k`, documents longer than a chunk become passages first, and passages are retrieved."""
     if top_k is None:
         return Corpus(documents)
-    if retriever not in RETRIEVERS:
-        raise RequestError(f"--retriever must be one of {', '.join(RETRIEVERS)}, got {retriever!r}")
+    check_retriever(retriever)
     # Imported here, like the embedding model below: --help need not wait for numpy and transformers.
     from lazyattention.documents.retrieval import BM25Retriever, EmbeddingRetriever
 
