@@ -21,7 +21,7 @@ from lazyattention.ops.metadata import AttentionMetadata
 ATTENTION_NAME = "lazyattention"
 # Keywords that transformers' models pass along and that do not change what attention computes here.
 _HARMLESS_KEYWORDS = frozenset(
-    {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict"}
+    {"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict"}
 )
 
 
@@ -103,8 +103,12 @@ def _refuse_unknown(
         raise UnsupportedError(
             f"dropout={dropout} was asked for; only 0 is allowed, since reuse serves inference; call model.eval()"
         )
-    # A keyword that is None says nothing; `position_bias=None` and the like are common.
-    names = sorted(name for name, value in unknown.items() if value is not None and name not in _HARMLESS_KEYWORDS)
+    # A keyword that is None or False asks for nothing; `position_bias=None` and the like are common.
+    names = sorted(
+        name
+        for name, value in unknown.items()
+        if value is not None and value is not False and name not in _HARMLESS_KEYWORDS
+    )
     if names:
         raise UnsupportedError(
             f"{type(module).__name__} passes {', '.join(names)} to its attention function; allowed are scaling, "

@@ -23,7 +23,8 @@ class Family:
         title: Name for people.
         pairs: Which dimensions rotate together.
         layers_without_rope: How to tell them.
-        features: What else its attention does that our function implements.
+        features: What else its attention does that our function implements. A model with a sliding window whose
+            family does not list one here is refused: some families apply it in their mask only.
     """
 
     title: str
@@ -65,9 +66,9 @@ EXACT_FAMILIES: Mapping[str, Family] = {
     "persimmon": Family("Persimmon", features=("q/k norm",)),
     "phi": Family("Phi-1, Phi-2"),
     "phi3": Family("Phi-3, Phi-4", features=("sliding window",)),
-    "phimoe": Family("Phi-3.5-MoE", features=("sliding window", "experts")),
+    "phimoe": Family("Phi-3.5-MoE", features=("experts",)),
     "qwen2": Family("Qwen2, Qwen2.5", features=("sliding window",)),
-    "qwen2_moe": Family("Qwen1.5/2-MoE", features=("sliding window", "experts")),
+    "qwen2_moe": Family("Qwen1.5/2-MoE", features=("experts",)),
     "qwen3": Family("Qwen3", features=("sliding window", "q/k norm")),
     "qwen3_moe": Family("Qwen3-MoE", features=("sliding window", "q/k norm", "experts")),
     "seed_oss": Family("Seed-OSS"),
@@ -186,13 +187,18 @@ _VARIANTS: Mapping[str, tuple[str, ...]] = {
     "phi": ("partial rotary",),
     "phi3": ("default", "partial rotary"),
     "qwen2": ("default", "yarn", "sliding window on some layers"),
-    "smollm3": ("some layers without RoPE",),
+    "qwen3": ("default", "sliding window on some layers"),
+    "smollm3": ("some layers without RoPE", "sliding window on some layers"),
 }
+_WINDOW_IN_MASK = "the model applies its sliding window in a way that does not reach the attention function"
 _REFUSED_VARIANTS: tuple[Row, ...] = (
     Row("llama", "dynamic", REFUSED_ROPE_TYPES["dynamic"]),
     Row("phi3", "longrope", REFUSED_ROPE_TYPES["longrope"]),
     Row("llama4_text", "query temperature", "the query's scale depends on its absolute position"),
     Row("gemma4_text", "layers that share KV", "layers share the KV of other layers, which the KV pool does not model"),
+    Row("phimoe", "sliding window", _WINDOW_IN_MASK),
+    Row("qwen2_moe", "sliding window", _WINDOW_IN_MASK),
+    Row("olmoe", "sliding window", _WINDOW_IN_MASK),
 )
 
 

@@ -142,6 +142,7 @@ def _refuse_options(config: Any) -> None:  # noqa: ANN401
             f"use_bidirectional_attention={config.use_bidirectional_attention!r}: only causal attention is served; "
             f"{_WHAT_TO_DO}"
         )
+    _refuse_untested_window(config)
     unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     # Llama 4 calls its layers chunked; up to attention_chunk_size tokens they are full attention.
     if config.model_type == "llama4_text":
@@ -149,6 +150,21 @@ def _refuse_options(config: Any) -> None:  # noqa: ANN401
     if unknown:
         raise UnsupportedError(
             f"layer_types contains {sorted(unknown)}; only {sorted(_KNOWN_LAYER_TYPES)} are served; {_WHAT_TO_DO}"
+        )
+
+
+def _refuse_untested_window(config: Any) -> None:  # noqa: ANN401
+    """Refuse a sliding window in families that were not tested with one: their mask and their keyword may differ."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    is_used = window and getattr(config, "use_sliding_window", True)
+    if layer_types is not None:
+        is_used = is_used and "sliding_attention" in layer_types
+    reaches_all = window and window >= config.max_position_embeddings
+    if is_used and not reaches_all and "sliding window" not in EXACT_FAMILIES[config.model_type].features:
+        raise UnsupportedError(
+            f"sliding_window={window} is set in a model of type {config.model_type!r}, whose window does not reach the "
+            f"attention function; only None or at least {config.max_position_embeddings} is served; {_WHAT_TO_DO}"
         )
 
 
@@ -195,7 +211,6 @@ def _has_rope(module: nn.Module, config: Any, rule: LayersWithoutRope, layer_idx
         return True
     if rule == "use_rope":
         return bool(module.use_rope)
-    is_sliding = bool(config.layer_types[layer_idx] == "sliding_attention")
     if rule == "not_sliding":
-        return is_sliding
-    return is_sliding or module.sliding_window is None
+        return module.sliding_window is not None
+    return module.sliding_window is None or bool(config.layer_types[layer_idx] == "sliding_attention")
