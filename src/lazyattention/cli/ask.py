@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from lazyattention.cli.console import err, out, shows_progress
+from lazyattention.cli.console import err, shows_progress, write_answer
 from lazyattention.cli.corpus import RETRIEVERS, Corpus, check_retriever, load_documents, make_corpus
 from lazyattention.cli.report import answer_report, seconds, to_dict
 from lazyattention.config import EngineConfig
@@ -73,7 +73,7 @@ class _Session:
             raise output.error
         if self.is_json:
             line = to_dict(question, output, model=self.llm.model_name, reuse_method=self.reuse_method)
-            out.print(json.dumps(line, ensure_ascii=False), markup=False)
+            write_answer(json.dumps(line, ensure_ascii=False) + "\n")
         else:
             err.print(answer_report(output, self.reuse_method))
             err.print()
@@ -187,8 +187,8 @@ def _print_stream(stream: Iterator["RequestOutput"]) -> "RequestOutput":
             if delta and status is not None:
                 status.stop()
                 status = None
-            out.print(delta, end="", markup=False)
-    out.print()
+            write_answer(delta)
+    write_answer("\n")
     assert last is not None, "a stream has at least its final output"
     return last
 

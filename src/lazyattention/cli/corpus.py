@@ -54,7 +54,7 @@ def load_documents(paths: Sequence[Path], text_encoding: str) -> list[Document]:
             on_file=lambda done, total: progress.update(task, completed=done, total=total),
         )
     if report.skipped:
-        err.print(skipped_report(report.skipped))
+        err.print(skipped_report(report.skipped), soft_wrap=True)
     return report.documents
 
 
