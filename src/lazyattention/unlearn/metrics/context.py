@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What metrics share: the model, the sets, and each forward pass done once however many metrics need it."""
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -68,6 +70,7 @@ class EvalContext:
         retrained: The result of `evaluate` on the retrained model, or None.
         progress: Shows how far the passes are.
         results: Name of a metric to its result.
+        pass_timings_s: Seconds of each pass over a set, such as "score/forget/answer" and "generate/forget".
     """
 
     model: PreTrainedModel
@@ -78,6 +81,7 @@ class EvalContext:
     retrained: Mapping[str, Any] | None = None
     progress: Progress = field(default_factory=lambda: Progress(is_enabled=False))
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pass_timings_s: dict[str, float] = field(default_factory=dict)
     _encoded: dict[tuple[str, AnswerField], list[EncodedExample]] = field(default_factory=dict)
     _scores: dict[tuple[str, AnswerField], list[AnswerScores]] = field(default_factory=dict)
     _texts: dict[str, list[str]] = field(default_factory=dict)
@@ -105,7 +109,7 @@ class EvalContext:
         key = (split, which)
         if key not in self._scores:
             encoded = self.encoded(split, which)
-            with self.progress.task(f"scoring {split} ({which})", len(encoded)) as advance:
+            with self._pass(f"score/{split}/{which}", len(encoded)) as advance:
                 self._scores[key] = score_answers(
                     self.model,
                     encoded,
@@ -140,7 +144,7 @@ class EvalContext:
                 else self.options.max_new_tokens
                 for item, example in zip(encoded, self.splits[split], strict=True)
             ]
-            with self.progress.task(f"answering {split}", len(encoded)) as advance:
+            with self._pass(f"generate/{split}", len(encoded)) as advance:
                 self._texts[split] = generate_texts(
                     self.model,
                     self.tokenizer,
@@ -151,6 +155,13 @@ class EvalContext:
                     on_batch=advance,
                 )
         return self._texts[split]
+
+    @contextlib.contextmanager
+    def _pass(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        started = time.monotonic()
+        with self.progress.task(name, total) as advance:
+            yield advance
+        self.pass_timings_s[name] = round(time.monotonic() - started, 3)
 
 
 def answers_of(examples: Sequence[QAExample], which: AnswerField) -> list[QAExample]:

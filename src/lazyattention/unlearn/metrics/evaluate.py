@@ -3,7 +3,6 @@
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,9 @@ def evaluate(
 
     Returns:
         "metrics": name to result, either {"splits": {split: {"value", …}}} or {"value", …}; "summary": the values
-        alone, as {"truth_ratio/forget": 0.4, "model_utility": 0.6, …}; "skipped": name to reason; "timings_s";
-        "settings", "digests" (of data and weights) and "schema".
+        alone, as {"truth_ratio/forget": 0.4, "model_utility": 0.6, …}; "skipped": name to reason; "timings_s": of
+        each pass over a set ("score/forget/answer", "generate/forget"), the arithmetic being free; "settings";
+        "num_examples"; "digests" of data and, with `resume_path`, of weights; "schema".
 
     Raises:
         ConfigError: An unknown metric.
@@ -87,7 +87,6 @@ def evaluate(
     for name in names:
         if name in report["metrics"]:
             continue
-        started = time.monotonic()
         try:
             result = json_safe(context.result(name))
         except MetricUnavailableError as error:
@@ -96,7 +95,7 @@ def evaluate(
             report["skipped"][name] = str(error)
             continue
         report["metrics"][name] = result
-        report["timings_s"][name] = round(time.monotonic() - started, 3)
+        report["timings_s"].update(context.pass_timings_s)
         report["summary"] = summarize(report["metrics"])
         if path is not None:
             _write(report, path)
