@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every route works with, made once at start-up."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+
+from lazyattention import __version__
+from lazyattention.documents.document import Document
+from lazyattention.reuse import PromptLayout
+from lazyattention.server.config import ScopeConfig, ServerConfig
+from lazyattention.server.errors import UnknownModelError
+from lazyattention.server.generation import Generator
+from lazyattention.server.library import DocumentLibrary
+from lazyattention.server.limits import AdmissionQueue
+from lazyattention.server.metrics import Metrics
+from lazyattention.server.structured import GrammarCompiler
+from lazyattention.server.token_text import TokenText
+
+if TYPE_CHECKING:
+    from lazyattention.engine.async_engine import AsyncEngine
+
+T = TypeVar("T")
+# Tokenising and grammar compilation leave the event loop free; both release the GIL for most of their time.
+_NUM_WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The model's facts that requests depend on.
+
+    Attributes:
+        name: What clients call it.
+        max_model_len: Longest prompt plus output, tokens.
+        vocab_size: Rows of the logits.
+        eos_token_ids: Any of these ends an answer.
+        chat_template: As text; None = there is none.
+        fingerprint: Changes with the weights and with our version.
+        created_s: Unix time of the start.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+    fingerprint: str
+    created_s: int
+
+
+class ServerContext:
+    """The server's parts.
+
+    Attributes:
+        engine: Runs on its own thread.
+        config: The server's options.
+        model: The model's facts.
+        admission: Who may enter the engine.
+        generator: Runs jobs.
+        library: Uploaded documents.
+        metrics: Prometheus.
+        grammars: Compiles schemas.
+        token_text: Bytes of tokens.
+    """
+
+    def __init__(self, engine: "AsyncEngine", config: ServerConfig, tracer: Any = None) -> None:  # noqa: ANN401  # optional package
+        self.engine = engine
+        self.config = config
+        self.prompts = engine.prompts
+        self.model = _model_card(engine, config)
+        self.admission = AdmissionQueue(config.max_running, config.max_waiting)
+        self.metrics = Metrics(engine.describe)
+        self.metrics.queued.set_function(lambda: self.admission.num_waiting)
+        self.generator = Generator(engine, self.admission, self.metrics, tracer)
+        self.library = DocumentLibrary()
+        self.grammars = GrammarCompiler(
+            engine.tokenizer, vocab_size=self.model.vocab_size, eos_token_ids=self.model.eos_token_ids
+        )
+        self.token_text = TokenText(engine.tokenizer)
+        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="prompt")
+
+    async def in_worker(self, work: Callable[[], T]) -> T:
+        """Run `work`, which may take long, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    def check_model(self, name: str) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            UnknownModelError: It is not this one.
+        """
+        if name != self.model.name:
+            raise UnknownModelError(f"the model {name!r:.200} is not served here; served: {self.model.name!r}")
+
+    def deadline_s(self, wanted_s: float | None) -> float:
+        """Monotonic seconds at which a request that starts now is given up."""
+        limit_s = self.config.max_deadline_s
+        return time.monotonic() + (limit_s if wanted_s is None else min(wanted_s, limit_s))
+
+    async def chat_layout(
+        self,
+        messages: Sequence[dict[str, Any]],
+        documents: Sequence[Document],
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> PromptLayout:
+        """Lay out a conversation, off the event loop."""
+        return await self.in_worker(lambda: self.prompts.chat(messages, documents, tools=tools))
+
+    async def text_layout(self, prompt: str | list[int], documents: Sequence[Document]) -> PromptLayout:
+        """Lay out a plain prompt, off the event loop."""
+        return await self.in_worker(lambda: self.prompts.text(prompt, documents))
+
+    @property
+    def status(self) -> str:
+        """In one word, for /health."""
+        if self.engine.is_dead:
+            return "dead"
+        return "shutting down" if self.admission.is_closed else "ok"
+
+    async def note_stored_bytes(self) -> None:
+        """Bring the gauge of stored bytes up to date, for all scopes."""
+        for scope in self.config.scopes:
+            infos = await self.engine.list_documents(scope=scope)
+            self.metrics.stored_bytes.labels("device", scope).set(sum(info.num_bytes for info in infos))
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the app that serves `request`."""
+    context: ServerContext = request.app.state.context
+    return context
+
+
+def tenant_of(request: Request) -> ScopeConfig:
+    """The scope the request's key belongs to."""
+    tenant: ScopeConfig = request.scope["state"]["tenant"]
+    return tenant
+
+
+def request_id_of(request: Request) -> str:
+    """The request's id, as in the log and in the header x-request-id."""
+    request_id: str = request.scope["state"]["request_id"]
+    return request_id
+
+
+def _model_card(engine: "AsyncEngine", config: ServerConfig) -> ModelCard:
+    loaded = engine.loaded
+    template = engine.config.chat_template or getattr(engine.tokenizer, "chat_template", None)
+    return ModelCard(
+        name=config.model_name or loaded.name,
+        max_model_len=engine.max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
+        chat_template=template if isinstance(template, str) else None,
+        fingerprint=f"lazyattention-{__version__}-{loaded.weights_id[:12]}",
+        created_s=int(time.time()),
+    )

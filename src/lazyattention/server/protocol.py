@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request bodies: OpenAI's fields, vLLM's sampling extensions under their names, and documents. Nothing is ignored.
+
+A field that is not here is refused by name; so is an OpenAI field that cannot be served, unless it is null.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from lazyattention.engine.sampling_params import MAX_LOGPROBS, MAX_N
+
+# Clients that fill in every field send null for those they do not use.
+_UNSUPPORTED_CHAT = frozenset(
+    [
+        "audio",
+        "function_call",
+        "functions",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "service_tier",
+        "verbosity",
+        "web_search_options",
+        "moderation",
+    ]
+)
+_UNSUPPORTED_COMPLETION = frozenset({"suffix"})
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields and without type conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _drop_nulls(values: Any, names: frozenset[str]) -> Any:  # noqa: ANN401  # any JSON before validation
+    if isinstance(values, dict):
+        return {key: value for key, value in values.items() if not (key in names and value is None)}
+    return values
+
+
+# Documents -----------------------------------------------------------------------------------------------------------
+
+
+class DocumentBody(Body):
+    """A document by its text, or one uploaded before by its id."""
+
+    text: str | None = Field(None, description="What the model reads. Leave it out to use an uploaded document.")
+    id: str | None = Field(None, min_length=1, max_length=512, description="Your name for it, or an uploaded one's.")
+    title: str | None = Field(None, max_length=4096)
+    metadata: dict[str, JsonValue] | None = Field(None, description="Your own notes; never shown to the model.")
+
+    @model_validator(mode="after")
+    def _has_text_or_id(self) -> "DocumentBody":
+        if self.text is None and self.id is None:
+            raise ValueError("a document needs 'text', or the 'id' of an uploaded one")
+        if self.text is None and (self.title is not None or self.metadata is not None):
+            raise ValueError("'title' and 'metadata' go with 'text'; an uploaded document has its own")
+        return self
+
+
+class NewDocumentBody(Body):
+    """A document to upload."""
+
+    text: str
+    id: str | None = Field(None, min_length=1, max_length=512)
+    title: str | None = Field(None, max_length=4096)
+    metadata: dict[str, JsonValue] | None = None
+
+
+# Messages ------------------------------------------------------------------------------------------------------------
+
+
+class TextPart(Body):
+    """Text within a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class DocumentPart(DocumentBody):
+    """A document within a message; it stands in the prompt where it stands here."""
+
+    type: Literal["document"]
+
+
+ContentPart = Annotated[TextPart | DocumentPart, Field(discriminator="type")]
+
+
+class FunctionCallBody(Body):
+    """Name and arguments of a call that the model made."""
+
+    name: str
+    arguments: str = Field(description="A JSON object as text.")
+
+
+class ToolCallBody(Body):
+    """A tool call of an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCallBody
+    index: int | None = None
+
+
+class SystemMessage(Body):
+    """Instructions."""
+
+    role: Literal["system", "developer"]
+    content: str | list[ContentPart]
+    name: str | None = None
+
+
+class UserMessage(Body):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: str | list[ContentPart]
+    name: str | None = None
+
+
+class AssistantMessage(Body):
+    """An earlier answer, as it came back from this API."""
+
+    role: Literal["assistant"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    # Part of the client's own message objects; always null in our answers.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[JsonValue] | None = Field(None, max_length=0)
+
+
+class ToolMessage(Body):
+    """What a tool returned."""
+
+    role: Literal["tool"]
+    content: str | list[ContentPart]
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+# Tools and formats ---------------------------------------------------------------------------------------------------
+
+
+class FunctionBody(Body):
+    """A function the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = Field(None, description="JSON schema of the arguments.")
+    strict: bool | None = Field(None, description="Forced calls follow the schema anyway.")
+
+
+class ToolBody(Body):
+    """A tool; functions only."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(Body):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedToolChoice(Body):
+    """A choice that names its function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaBody(Body):
+    """A named schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = Field(None, description="The answer follows the schema in any case.")
+
+
+class JsonSchemaFormat(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaBody
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Body):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = Field(None, description="One more event before the end, with the usage.")
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationBody(Body):
+    """Fields of both generation routes."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    user: str | None = Field(None, max_length=512, description="Your end user; appears in our log.")
+    # vLLM's names.
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: list[int] | None = Field(None, max_length=128)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    # Ours.
+    documents: list[str | DocumentBody] | None = Field(None, description="Texts, documents, or uploaded ones' ids.")
+    include_document_report: bool | None = Field(None, description="Say per document what was reused, and why not.")
+    deadline_s: float | None = Field(None, gt=0, description="Give up after so many seconds.")
+    reuse: bool | None = Field(None, description="false: compute this request's documents anew, with full attention.")
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' is allowed with 'stream': true only")
+        return self
+
+
+class ChatBody(GenerationBody):
+    """Body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, description="Deprecated name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[ToolBody], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Appears in our log.")
+    store: Literal[False] | None = None
+    safety_identifier: str | None = Field(None, max_length=512, description="Appears in our log.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused(cls, values: Any) -> Any:  # noqa: ANN401  # any JSON before validation
+        return _drop_nulls(values, _UNSUPPORTED_CHAT)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("'top_logprobs' needs 'logprobs': true")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("'tool_choice' needs 'tools'")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("give 'max_completion_tokens' or 'max_tokens', not both")
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            if name not in [tool.function.name for tool in self.tools or ()]:
+                raise ValueError(f"'tool_choice' names the function {name!r}, which is not in 'tools'")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=1, description="16 by default, as OpenAI has it.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = Field(None, description="Put the prompt before the completion.")
+    best_of: int | None = Field(None, ge=1, description="Must equal n.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused(cls, values: Any) -> Any:  # noqa: ANN401  # any JSON before validation
+        return _drop_nulls(values, _UNSUPPORTED_COMPLETION)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "CompletionBody":
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("'best_of' other than 'n' is not supported")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("'echo' together with 'logprobs' is not supported")
+        if isinstance(self.prompt, list) and not self.prompt:
+            raise ValueError("'prompt' is an empty list")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """`prompt` as a list of prompts, each text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        token_ids = [entry for entry in self.prompt if isinstance(entry, int)]
+        return [token_ids] if token_ids else [entry for entry in self.prompt if not isinstance(entry, int)]
+
+
+class UploadBody(Body):
+    """Body of POST /v1/documents."""
+
+    documents: list[str | NewDocumentBody] = Field(min_length=1)
+    warm: bool = Field(True, description="Compute their KV now, so that the first question need not.")
+    pin: bool = Field(False, description="Keep that KV until unpinned, or for pin_ttl_s.")
+    pin_ttl_s: float | None = Field(None, gt=0)
+    messages: list[Message] | None = Field(
+        None, description="Warm for conversations that begin like this (the system message counts)."
+    )
+    stream: bool = Field(False, description="Report progress as server-sent events.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "UploadBody":
+        if self.pin_ttl_s is not None and not self.pin:
+            raise ValueError("'pin_ttl_s' needs 'pin': true")
+        if (self.pin or self.messages is not None) and not self.warm:
+            raise ValueError("'pin' and 'messages' need 'warm': true")
+        return self
+
+
+class PinBody(Body):
+    """Body of POST /v1/documents/{id}/pin."""
+
+    ttl_s: float | None = Field(None, gt=0, description="Seconds; null = until unpinned.")

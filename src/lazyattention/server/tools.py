@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls in the form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` within the text."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lazyattention.errors import UnsupportedError
+from lazyattention.server.protocol import NamedToolChoice, ToolBody
+from lazyattention.server.structured import GrammarCompiler
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call the model asked for. `arguments` is JSON text, as OpenAI has it."""
+
+    name: str
+    arguments: str
+    id: str
+
+
+def check_tool_template(template: str | None) -> None:
+    """Refuse tools for a model whose chat template does not speak this form.
+
+    Raises:
+        UnsupportedError: The template takes no tools, or writes calls in another form.
+    """
+    if not template or "tools" not in template:
+        raise UnsupportedError(
+            "'tools' are not supported: the model's chat template does not take any; choose another model"
+        )
+    if BEGIN not in template:
+        raise UnsupportedError(f"'tools' are not supported: the model's chat template does not write calls as {BEGIN}")
+
+
+def tool_grammar(tools: Sequence[ToolBody], choice: NamedToolChoice | str, *, parallel: bool) -> str:
+    """A Lark grammar of one or (`parallel`) several calls of the chosen tools, arguments by their schemas."""
+    if isinstance(choice, NamedToolChoice):
+        tools, parallel = [tool for tool in tools if tool.function.name == choice.function.name], False
+    rules = []
+    for number, tool in enumerate(tools):
+        schema = {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": tool.function.parameters or _ANY_OBJECT,
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        rules.append(f"call_{number}: {GrammarCompiler.json_rule(schema)}")
+    names = " | ".join(f"call_{number}" for number in range(len(tools)))
+    start = 'start: call ("\\n" call)*' if parallel else "start: call"
+    return "\n".join([start, f'call: "{BEGIN}\\n" ({names}) "\\n{END}"', *rules])
+
+
+class ToolCallParser:
+    """Takes calls out of text that arrives in pieces. What is not a well-formed call stays text."""
+
+    def __init__(self) -> None:
+        self._pending = ""
+        self._is_in_call = False
+        self.num_calls = 0
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Take in `text`; return what is certainly plain text, and the calls completed."""
+        self._pending += text
+        plain, calls = "", []
+        while True:
+            before, tag, after = self._pending.partition(END if self._is_in_call else BEGIN)
+            if not tag:
+                break
+            if not self._is_in_call:
+                plain += before if before.strip() else ""
+            else:
+                call = _parse_call(before)
+                if call is not None:
+                    self.num_calls += 1
+                    calls.append(call)
+                else:
+                    plain += f"{BEGIN}{before}{END}"
+            self._is_in_call = not self._is_in_call
+            self._pending = after
+        if not self._is_in_call:
+            # White space may stand before a call; the beginning of a tag may become one.
+            certain = len(self._pending) - _overlap(self._pending, BEGIN)
+            certain = certain if self._pending[:certain].strip() else 0
+            plain, self._pending = plain + self._pending[:certain], self._pending[certain:]
+        return plain, calls
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """The text is over (or was stopped at the end tag): what was held back."""
+        rest, self._pending = self._pending, ""
+        if not self._is_in_call:
+            return ("" if self.num_calls and not rest.strip() else rest), []
+        self._is_in_call = False
+        call = _parse_call(rest)
+        if call is None:
+            return BEGIN + rest, []
+        self.num_calls += 1
+        return "", [call]
+
+
+def _parse_call(text: str) -> ToolCall | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False), "call_" + uuid.uuid4().hex[:24])
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that begins `tag`."""
+    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
