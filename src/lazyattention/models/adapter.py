@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lazyattention.errors import ConfigError
+from lazyattention.models.reading import READ_ERRORS, short
 from lazyattention.models.weights_id import folder_digest
 from lazyattention.utils.hashing import digest_fields
 
@@ -39,11 +40,19 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel
     digest = digest_fields([(folder / _CONFIG_NAME).read_bytes(), folder_digest(folder)]).hex()
     try:
         wrapped = PeftModel.from_pretrained(model, str(folder))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        # Only a second load tells what did not find its place; the first one warns at most.
+        found = wrapped.load_adapter(str(folder), wrapped.active_adapter)
+    except READ_ERRORS as error:
         raise ConfigError(
-            f"adapter {str(folder)!r} does not fit the model: {type(error).__name__}: {str(error)[:300]}; it must be "
+            f"adapter {str(folder)!r} does not fit the model: {short(error)}; it must be "
             "made for this very model; check which base model its adapter_config.json names"
         ) from error
+    strays = [*found.missing_keys, *found.unexpected_keys]
+    if strays:
+        raise ConfigError(
+            f"adapter {str(folder)!r} does not fit the model: {len(strays)} weights have no counterpart, such as "
+            f"{strays[0]}; it must be made for this very model; check which base model its adapter_config.json names"
+        )
     is_packed = getattr(model, "quantization_method", None) is not None
     applied: Any = wrapped.get_base_model() if is_packed else wrapped.merge_and_unload()
     return applied, digest

@@ -5,25 +5,31 @@ The folder is named after the file's content. It appears by one rename, so it is
 convert the same file at once, and the first to finish wins. A folder that was damaged later is set aside and rebuilt.
 """
 
+import io
 import json
 import os
 import shutil
 import tempfile
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import GgufConfig
 
 from lazyattention import envs
 from lazyattention.errors import ConfigError
+from lazyattention.models.reading import READ_ERRORS, refuse_incomplete, short
 from lazyattention.models.weights_id import file_digest
 from lazyattention.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 _MANIFEST = "lazyattention.json"
+# Raised whenever the converted folder's content changes.
 _FORMAT = 1
 _MAGIC = b"GGUF"
 # Above this, bfloat16 halves the disk space; below, float32 keeps every bit of the dequantised weights.
@@ -68,33 +74,37 @@ def is_complete(folder: Path) -> bool:
                 return False
             if digest is not None and file_digest(folder / name) != digest:
                 return False
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True
 
 
 def _convert(path: Path, work: Path) -> None:
-    # transformers refuses some broken files with bare Python errors from its reader.
+    # transformers draws one bar with tqdm itself, which its own switch for progress bars does not reach.
+    is_quiet = not transformers_logging.is_progress_bar_enabled()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
+        with redirect_stderr(io.StringIO()) if is_quiet else nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent,
+                gguf_file=path.name,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+            )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        RuntimeError,
-        OverflowError,
-        NotImplementedError,
-    ) as error:
+    except READ_ERRORS as error:
         raise ConfigError(
-            f"{path} cannot be read as a GGUF model: {error}; it may be cut short, or of an architecture that "
+            f"{path} cannot be read as a GGUF model: {short(error)}; it may be cut short, or of an architecture that "
             "transformers does not read; download it again or use the model's safetensors"
         ) from error
+    model: PreTrainedModel
+    model, found = loaded
+    refuse_incomplete(found, str(path))
     _save(model, work)
+    eos_token_id = model.config.eos_token_id
+    # transformers 5.17 takes the first special token of some files for the end of text.
+    if isinstance(eos_token_id, int) and tokenizer.eos_token_id != eos_token_id:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos_token_id)
     tokenizer.save_pretrained(work)
 
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a model by name: finds it, reads weights and tokenizer, applies an adapter, checks it, names its weights."""
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -16,6 +14,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.models.adapter import apply_adapter
 from lazyattention.models.attention import ATTENTION_NAME
 from lazyattention.models.loaded_model import LoadedModel, wrap_model
+from lazyattention.models.reading import READ_ERRORS, refuse_incomplete, short
 from lazyattention.models.rope import refuse_unsupported
 from lazyattention.models.sources import ModelSource, resolve_source
 from lazyattention.models.weights_id import folder_digest, weights_id_of
@@ -24,18 +23,6 @@ from lazyattention.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# What transformers and safetensors raise for files that are missing, cut short or not what they claim to be.
-_READ_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    ImportError,
-    SafetensorError,
-    pickle.UnpicklingError,
-)
 
 
 def load_model(
@@ -109,9 +96,9 @@ def _resolve_dtype(dtype: str | torch.dtype, device: torch.device, config: Any) 
 def _read_config(source: ModelSource, trust_remote_code: bool) -> Any:  # noqa: ANN401
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         raise ConfigError(
-            f"config.json of model {source.name!r} in {source.folder} cannot be used: {_short(error)}; it must be a "
+            f"config.json of model {source.name!r} in {source.folder} cannot be used: {short(error)}; it must be a "
             "configuration that this transformers version knows; copy it again or update transformers"
         ) from error
 
@@ -132,30 +119,28 @@ def _read_weights(
             # Straight to the device: a model larger than the host's memory must not pass through it.
             device_map=None if device.type == "cpu" else str(device),
         )
-    except _READ_ERRORS as error:
+    except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"weights of model {source.name!r} in {source.folder} cannot be read: {_short(error)}; they must be "
+            f"model {source.name!r} in {dtype} does not fit into the memory of {device}; allowed is what fits; use a "
+            "smaller model, dtype='bfloat16' or device='cpu'"
+        ) from error
+    except READ_ERRORS as error:
+        raise ConfigError(
+            f"weights of model {source.name!r} in {source.folder} cannot be read: {short(error)}; they must be "
             "complete and match config.json; copy or download them again"
         ) from error
     model: PreTrainedModel
     model, found = loaded
-    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if names := found.get(kind):
-            shown = ", ".join(str(name) for name in sorted(names, key=str)[:3])
-            raise ConfigError(
-                f"weights of model {source.name!r} in {source.folder} do not match its config.json: {len(names)} "
-                f"{kind.replace('_', ' ')} ({shown} ...); transformers would fill them with random numbers; copy or "
-                "download the model again"
-            )
+    refuse_incomplete(found, f"model {source.name!r} in {source.folder}")
     return model
 
 
 def _read_tokenizer(source: ModelSource, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         raise ConfigError(
-            f"tokenizer of model {source.name!r} in {source.folder} cannot be read: {_short(error)}; its files "
+            f"tokenizer of model {source.name!r} in {source.folder} cannot be read: {short(error)}; its files "
             "(tokenizer.json, tokenizer_config.json) must lie beside the weights; copy them there"
         ) from error
     loaded: PreTrainedTokenizerBase = tokenizer
@@ -173,8 +158,3 @@ def _progress_bars(shown: bool) -> Iterator[None]:
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
-
-
-def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

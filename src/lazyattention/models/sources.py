@@ -71,8 +71,8 @@ def _checked_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         if len(ggufs) == 1:
             return prepare_gguf(ggufs[0])
-        hint = "; name one of its GGUF files" if ggufs else ""
-        raise ConfigError(f"model folder {folder} has no config.json, so it is not a model; {_ALLOWED}{hint}")
+        hint = "name one of its GGUF files" if ggufs else "check the path"
+        raise ConfigError(f"model folder {folder} has no config.json, so it is not a model; {_ALLOWED}; {hint}")
     if not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
         raise ConfigError(
             f"model folder {folder} has no weights; expected *.safetensors (or *.bin); copy or download them again"
