@@ -122,17 +122,21 @@ def _score_batch(
     model: PreTrainedModel, batch: list[EncodedExample], pad_id: int, takes_logits_to_keep: bool
 ) -> list[AnswerScores]:
     device = next(model.parameters()).device
-    tensors = {name: tensor.to(device) for name, tensor in collate(batch, pad_id).items()}
+    tensors = collate(batch, pad_id)
     # Position p predicts the label at p + 1.
     targets = tensors["labels"][:, 1:]  # [batch, seq_len - 1]
+    # On the CPU: an index there fits a tensor on any device, and a model may be spread over several.
     positions = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)  # [num_positions]
     kwargs = {"logits_to_keep": positions} if takes_logits_to_keep else {}
     logits = model(
-        input_ids=tensors["input_ids"], attention_mask=tensors["attention_mask"], use_cache=False, **kwargs
+        input_ids=tensors["input_ids"].to(device),
+        attention_mask=tensors["attention_mask"].to(device),
+        use_cache=False,
+        **kwargs,
     ).logits
     if not takes_logits_to_keep:
         logits = logits[:, positions]
-    targets = targets[:, positions]  # [batch, num_positions]
+    targets = targets[:, positions].to(logits.device)  # [batch, num_positions]
     is_target = targets != IGNORE_INDEX
     parts = _token_statistics(logits[is_target], targets[is_target])
     counts = is_target.sum(dim=1).tolist()
