@@ -54,6 +54,24 @@ def test_labels_are_the_answer_and_nothing_else(question, answer, template):
     assert tokenizer.decode(encoded.answer_ids).endswith(answer)
 
 
+@pytest.mark.parametrize(
+    ("before_answer", "prompt_end", "answer"),
+    [
+        (" ", "<|assistant|>", " Dora plays it."),  # white space belongs to the answer
+        ("<think></think>\n", "<|assistant|><think></think>\n", "Dora plays it."),  # a block does not
+    ],
+)
+def test_what_a_chat_template_writes_before_an_answer(before_answer, prompt_end, answer):
+    tokenizer = qa_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}BEFORE{% endif %}"
+        "{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ).replace("BEFORE", before_answer.replace("\n", "{{ '\\n' }}"))
+    encoded = encode_example(tokenizer, EXAMPLE)
+    assert tokenizer.decode(encoded.prompt_ids).endswith("<|end|>" + prompt_end)
+    assert tokenizer.decode(encoded.answer_ids) == answer
+
+
 def test_completion_has_no_template_and_no_end():
     tokenizer = qa_tokenizer(chat=True)
     encoded = encode_example(tokenizer, QAExample("Once upon", "a time", kind="completion"))

@@ -128,23 +128,21 @@ def test_forget_quality_and_privleak_against_the_retrained_model(logs, tmp_path)
 
 def test_logs_that_do_not_fit_are_refused(logs):
     fewer = {**SPLITS, "forget": SPLITS["forget"][:2]}
-    with pytest.raises(RequestError, match="cover other forget examples"):
-        evaluate(
-            qa_model(),
-            TOKENIZER,
-            fewer,
-            metrics=["forget_quality"],
-            retrained_logs=logs,
-            options=OPTIONS,
-            progress=False,
-        )
+    more = {"retrained_logs": logs, "options": OPTIONS, "progress": False}
+    with pytest.raises(RequestError, match="needs retrained_logs of the same 'forget' examples"):
+        evaluate(qa_model(), TOKENIZER, fewer, metrics=["forget_quality"], **more)
+    other = {**SPLITS, "holdout": SPLITS["holdout"][:2]}
+    with pytest.raises(RequestError, match="needs retrained_logs of the same 'holdout' examples"):
+        evaluate(qa_model(), TOKENIZER, other, metrics=["privleak"], **more)
     without = {**logs, "metrics": {}}
-    with pytest.raises(RequestError, match="hold no truth ratios on 'forget'"):
+    with pytest.raises(RequestError, match="needs 'truth_ratio' in retrained_logs"):
         run(metrics=["forget_quality"], retrained_logs=without)
-    with pytest.raises(RequestError, match="hold no mia_min_k"):
+    with pytest.raises(RequestError, match="needs 'mia_min_k' in retrained_logs"):
         run(metrics=["privleak"], retrained_logs=without)
-    with pytest.raises(RequestError, match=r"min_k_fraction=0.4, here it is 0.2"):
+    with pytest.raises(RequestError, match=r"made with min_k_fraction=0.2, they have 0.4"):
         run(metrics=["privleak"], retrained_logs=logs, options=EvalOptions(min_k_fraction=0.2))
+    with pytest.raises(RequestError, match=r"made with resolved_template='plain', they have 'chat'"):
+        run(metrics=["forget_quality"], retrained_logs=logs, options=EvalOptions(template="plain"))
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch, logs):

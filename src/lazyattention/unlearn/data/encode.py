@@ -69,24 +69,35 @@ def resolve_template(tokenizer: PreTrainedTokenizerBase, template: Template) -> 
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, question: str, template: Literal["chat", "plain"]) -> str:
-    """Return the text before the answer, special tokens of a chat template included."""
+    """Return the text before the answer, special tokens of a chat template included.
+
+    What the chat template writes between the prompt and an answer (an empty "thinking" block, say) belongs to it.
+    """
     if template == "plain":
         return PLAIN_QUESTION.format(question=question)
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    rendered = str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
     )
-    return str(rendered)
+    glue = _answer_frame(tokenizer)[0]
+    return rendered + glue if glue.strip() else rendered
 
 
 def render_end(tokenizer: PreTrainedTokenizerBase, template: Literal["chat", "plain"]) -> str:
     """Return the token that ends an answer as text: the chat template's end of turn, else the end of sequence."""
-    if template == "chat":
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
-        tail = rendered.rpartition(_MARK)[2].strip()
-        if tail:
-            return tail
-    return str(tokenizer.eos_token or "")
+    tail = _answer_frame(tokenizer)[1].strip() if template == "chat" else ""
+    return tail or str(tokenizer.eos_token or "")
+
+
+def _answer_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return what a chat template writes between the generation prompt and an answer, and what it writes after it."""
+    user = {"role": "user", "content": "?"}
+    prompt = str(tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True))
+    whole = str(tokenizer.apply_chat_template([user, {"role": "assistant", "content": _MARK}], tokenize=False))
+    before, _, after = whole.rpartition(_MARK)
+    # A template whose turn of the assistant begins otherwise than its generation prompt tells us nothing.
+    return before[len(prompt) :] if before.startswith(prompt) else "", after
 
 
 def encode_example(
@@ -228,7 +239,9 @@ def _render(tokenizer: PreTrainedTokenizerBase, example: QAExample, template: Te
         return example.question, glue + example.answer, "", True
     resolved = resolve_template(tokenizer, template)
     prompt = render_prompt(tokenizer, example.question, resolved)
-    answer = example.answer if resolved == "chat" else " " + example.answer
+    # White space before an answer belongs to it: most tokenizers join it to the first word.
+    glue = _answer_frame(tokenizer)[0] if resolved == "chat" else " "
+    answer = example.answer if glue.strip() else glue + example.answer
     # A chat template writes its special tokens itself.
     return prompt, answer, render_end(tokenizer, resolved), resolved == "plain"
 

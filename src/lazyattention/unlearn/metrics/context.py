@@ -11,7 +11,14 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lazyattention.errors import ConfigError, RequestError
-from lazyattention.unlearn.data import QAExample, Template, encode_examples, pad_id_of, resolve_template
+from lazyattention.unlearn.data import (
+    QAExample,
+    Template,
+    dataset_digest,
+    encode_examples,
+    pad_id_of,
+    resolve_template,
+)
 from lazyattention.unlearn.data.encode import EncodedExample
 from lazyattention.unlearn.metrics.generate import generate_texts, stop_token_ids_of
 from lazyattention.unlearn.metrics.progress import Progress
@@ -103,6 +110,38 @@ class EvalContext:
         if metric not in self.results:
             self.results[metric] = METRICS[metric].compute(self)
         return self.results[metric]
+
+    def retrained_result(self, metric: str, *splits: str) -> Mapping[str, Any]:
+        """Return a metric of the retrained model, after checking that it was measured on the same sets, shown alike."""
+        if self.retrained is None:
+            raise MetricUnavailableError(
+                "needs retrained_logs: the result of evaluate() on a model trained without the forget set"
+            )
+        logs = self.retrained
+        if metric not in logs.get("metrics", {}):
+            raise MetricUnavailableError(
+                f"needs {metric!r} in retrained_logs; evaluate the retrained model with it too"
+            )
+        for split in splits:
+            if logs["digests"].get(f"split/{split}") != dataset_digest(self.split(split)):
+                raise MetricUnavailableError(
+                    f"needs retrained_logs of the same {split!r} examples; evaluate both models on the same sets"
+                )
+        for name, value in self.shown_as().items():
+            if logs["settings"].get(name) != value:
+                raise MetricUnavailableError(
+                    f"needs retrained_logs made with {name}={value!r}, they have {logs['settings'].get(name)!r}; "
+                    "evaluate both models with the same options"
+                )
+        result: Mapping[str, Any] = logs["metrics"][metric]
+        return result
+
+    def shown_as(self) -> dict[str, Any]:
+        """Return the settings that must agree for two models' likelihoods to be comparable."""
+        return {
+            "resolved_template": resolve_template(self.tokenizer, self.options.template),
+            "max_len": self.options.max_len,
+        }
 
     def scores(self, split: str, which: AnswerField = "answer") -> list[AnswerScores]:
         """Score one kind of answer of a set; see `answers_of` for the order of "perturbed"."""

@@ -120,6 +120,7 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float | Non
 def _new_report(context: EvalContext, *, with_weights: bool) -> dict[str, Any]:
     settings = {
         **context.options.as_dict(),
+        **context.shown_as(),
         "dtype": str(next(context.model.parameters()).dtype).removeprefix("torch."),
     }
     digests = {f"split/{name}": dataset_digest(examples) for name, examples in context.splits.items()}

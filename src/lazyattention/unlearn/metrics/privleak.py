@@ -28,19 +28,13 @@ def compute(context: EvalContext) -> dict[str, Any]:
     own = context.result("mia_min_k")["value"]
     reference, source = CHANCE, "chance"
     if context.retrained is not None:
-        try:
-            logged = context.retrained["metrics"]["mia_min_k"]
-            reference, source = float(logged["value"]), "retrained"
-        except KeyError as error:
-            raise MetricUnavailableError(
-                f"retrained_logs hold no mia_min_k ({error} is missing); evaluate the retrained model with 'mia_min_k' "
-                "on the same splits"
-            ) from error
+        logged = context.retrained_result("mia_min_k", "forget", "holdout")
         if logged["min_k_fraction"] != context.options.min_k_fraction:
             raise MetricUnavailableError(
-                f"retrained_logs used min_k_fraction={logged['min_k_fraction']}, here it is "
-                f"{context.options.min_k_fraction}; use the same for both"
+                f"needs retrained_logs made with min_k_fraction={context.options.min_k_fraction}, they have "
+                f"{logged['min_k_fraction']}; use the same for both models"
             )
+        reference, source = float(logged["value"]), "retrained"
     return {
         "value": privleak(own, reference),
         "auc": own,
