@@ -18,3 +18,8 @@ LOG_LEVEL = os.environ.get("LAZYATTENTION_LOG_LEVEL", "WARNING")
 DEBUG_CHECKSUMS = os.environ.get("LAZYATTENTION_DEBUG_CHECKSUMS", "0") == "1"
 # "0": no progress bars, whatever the terminal.
 PROGRESS = os.environ.get("LAZYATTENTION_PROGRESS", "1") != "0"
+# Server: keys and the scopes they belong to, "scope:key,scope:key", when no key file is given.
+API_KEYS = os.environ.get("LAZYATTENTION_API_KEYS", "")
+# Client (`lazyattention documents`): the server's address, and the key to send.
+SERVER_URL = os.environ.get("LAZYATTENTION_SERVER_URL", "http://127.0.0.1:8000")
+API_KEY = os.environ.get("LAZYATTENTION_API_KEY", "")

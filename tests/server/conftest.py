@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import httpx
 import pytest
-from fixtures.fake_engine import FakeEngine
 
+from fixtures.fake_engine import FakeEngine
 from lazyattention.server.app import create_app
 from lazyattention.server.config import ScopeConfig, ServerConfig, key_digest
 
@@ -41,3 +41,8 @@ def bearer(key):
 
 def chat_body(text="Why?", **more):
     return {"model": "fake", "messages": [{"role": "user", "content": text}], "max_tokens": 8, **more}
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"

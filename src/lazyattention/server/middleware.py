@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lazyattention.errors import LazyAttentionError
 from lazyattention.server.auth import Authenticator
 from lazyattention.server.config import ScopeConfig
-from lazyattention.server.errors import SlowClientError, TooLargeError, error_body, error_headers
+from lazyattention.server.errors import InvalidBodyError, SlowClientError, TooLargeError, error_body, error_headers
 from lazyattention.server.limits import RateLimiter
 from lazyattention.utils.logging import get_logger
 
@@ -21,6 +21,8 @@ logger = get_logger(__name__)
 access_logger = get_logger("lazyattention.server.access")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # What is needed to draw the page and to see that the server lives says nothing about anybody.
 _PUBLIC_PATHS = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")
 # Past this factor of the limit, a body is no longer read to its end for the sake of a readable answer.
@@ -75,6 +77,7 @@ class RequestGate:
             state["tenant"] = tenant
             self._rate_limiter.check(tenant)
             body = await self._read_body(receive, headers.get("content-length"), tenant)
+            _check_surrogates(body)
             await self._app(scope, _replay(body, receive), send_with_id)
         except LazyAttentionError as error:
             await _send_error(error, send_with_id)
@@ -130,6 +133,25 @@ class RequestGate:
 def is_public(path: str) -> bool:
     """True for what needs no key."""
     return path in _PUBLIC_PATHS or path.startswith(("/static/", "/docs/"))
+
+
+def _check_surrogates(body: bytes) -> None:
+    """Refuse JSON in which an escape spells half a surrogate pair: it parses, but is no text that could be encoded."""
+    if not _SURROGATE.search(body):
+        return
+    open_until = -1  # where the second half of a pair must begin
+    for escape in _ESCAPE.finditer(body):
+        code = int(escape.group(1), 16) if escape.group(1) else 0
+        is_second = 0xDC00 <= code <= 0xDFFF
+        if is_second != (open_until == escape.start()):
+            break
+        open_until = escape.end() if 0xD800 <= code <= 0xDBFF else -1
+    else:
+        if open_until < 0:
+            return
+    raise InvalidBodyError(
+        "the body holds half of a surrogate pair (\\ud800 to \\udfff alone), which is not valid Unicode; remove it"
+    )
 
 
 def _request_id(given: str | None) -> str:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the app under uvicorn: sockets, TLS, slow clients, and a shutdown that ends every stream properly."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lazyattention.errors import ConfigError
+from lazyattention.server.app import create_app
+from lazyattention.server.config import ServerConfig
+from lazyattention.server.context import ServerContext
+
+if TYPE_CHECKING:
+    from lazyattention.engine.async_engine import AsyncEngine
+
+# Between the last stream's error event and closing its connection by force.
+_CLOSE_S = 5
+
+
+def run_server(
+    engine: "AsyncEngine",
+    config: ServerConfig,
+    *,
+    tracer: Any = None,  # noqa: ANN401  # optional package
+    on_started: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. A second signal ends at once.
+
+    Args:
+        engine: Started; closed by the caller afterwards.
+        config: The server's options.
+        tracer: From `tracing.py`.
+        on_started: Called with the server's address once it accepts connections.
+
+    Raises:
+        ConfigError: The address cannot be listened on, or the certificate cannot be read.
+    """
+    app = create_app(engine, config, tracer=tracer)
+    listener = _listen(config)
+    options = uvicorn.Config(
+        app,
+        http=_protocol(config.header_timeout_s),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(config.shutdown_grace_s) + _CLOSE_S,
+        ssl_certfile=config.tls_cert_file,
+        ssl_keyfile=config.tls_key_file,
+    )
+    try:
+        options.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"the TLS certificate or key cannot be used: {error}") from error
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "https" if config.tls_cert_file else "http"
+    url = f"{scheme}://{host}:{listener.getsockname()[1]}"
+    _Server(options, app.state.context, config.shutdown_grace_s, lambda: on_started(url)).run(sockets=[listener])
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error}; choose another host or port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Tells the app when the end begins and when the grace period is over."""
+
+    def __init__(
+        self, config: uvicorn.Config, context: ServerContext, grace_s: float, on_started: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._context = context
+        self._grace_s = grace_s
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._context.admission.close()
+        timer = asyncio.get_running_loop().call_later(self._grace_s, self._context.generator.end_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def _protocol(header_timeout_s: float) -> type[H11Protocol]:
+    """Uvicorn's HTTP/1.1 with a limit on how long a request's head may take: uvicorn has none."""
+
+    class Protocol(H11Protocol):
+        _head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+            super().connection_made(transport)
+            self._watch_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._stop_watching()
+            elif self._head_timer is None:
+                self._watch_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_watching()
+            super().connection_lost(exc)
+
+        def _watch_head(self) -> None:
+            self._head_timer = self.loop.call_later(header_timeout_s, self.transport.abort)
+
+        def _stop_watching(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    return Protocol
