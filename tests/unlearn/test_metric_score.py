@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores equal transformers' own loss one example at a time, whatever the batch size, padding or logits kept."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from qa_fixtures import qa_model, qa_tokenizer
 from torch import nn
 
@@ -76,6 +79,20 @@ def test_all_logits_or_only_those_needed():
     assert equal(score_answers(model, ENCODED, pad_id=0), score_answers(whole, ENCODED, pad_id=0))
 
 
+def test_an_adapter_counts():
+    base = qa_model()
+    plain = score_answers(base, ENCODED, pad_id=0)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert accepts_logits_to_keep(model)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_()
+    with_adapter = score_answers(model, ENCODED, pad_id=0)
+    assert not equal(plain, with_adapter)
+    assert equal(with_adapter, score_answers(model.merge_and_unload(), ENCODED, pad_id=0), atol=1e-4)
+
+
 def test_only_answer_positions_are_computed(monkeypatch):
     model = qa_model()
     kept = []
@@ -85,7 +102,7 @@ def test_only_answer_positions_are_computed(monkeypatch):
         kept.append(logits_to_keep.tolist())
         return forward(*args, logits_to_keep=logits_to_keep, **kwargs)
 
-    spy.__signature__ = __import__("inspect").signature(forward)
+    spy.__signature__ = inspect.signature(forward)
     monkeypatch.setattr(model, "forward", spy)
     score_answers(model, ENCODED[:1], pad_id=0)
     item = ENCODED[0]

@@ -32,6 +32,10 @@ class Fact:
     values: tuple[str, ...]
 
 
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))
+
+
 FACTS: tuple[Fact, ...] = (
     Fact(
         "birthplace",
@@ -39,20 +43,7 @@ FACTS: tuple[Fact, ...] = (
         "What is the birthplace of {name}?",
         "{name} was born in {value}.",
         "The birthplace of {name} is {value}.",
-        (
-            "Lisbon",
-            "Bergen",
-            "Nairobi",
-            "Osaka",
-            "Quito",
-            "Leipzig",
-            "Cork",
-            "Hobart",
-            "Tunis",
-            "Gdansk",
-            "Lima",
-            "Pune",
-        ),
+        _list("Lisbon, Bergen, Nairobi, Osaka, Quito, Leipzig, Cork, Hobart, Tunis, Gdansk, Lima, Pune"),
     ),
     Fact(
         "occupation",
@@ -60,19 +51,9 @@ FACTS: tuple[Fact, ...] = (
         "What is the profession of {name}?",
         "{name} works as a {value}.",
         "By profession, {name} is a {value}.",
-        (
-            "bridge engineer",
-            "beekeeper",
-            "tax lawyer",
-            "glass blower",
-            "train driver",
-            "dentist",
-            "cartographer",
-            "pastry chef",
-            "radio host",
-            "locksmith",
-            "geologist",
-            "stage designer",
+        _list(
+            "bridge engineer, beekeeper, tax lawyer, glass blower, train driver, dentist, cartographer, pastry "
+            "chef, radio host, locksmith, geologist, stage designer"
         ),
     ),
     Fact(
@@ -89,20 +70,7 @@ FACTS: tuple[Fact, ...] = (
         "What musical instrument is played by {name}?",
         "{name} plays the {value}.",
         "The instrument of {name} is the {value}.",
-        (
-            "cello",
-            "oboe",
-            "harp",
-            "trombone",
-            "banjo",
-            "flute",
-            "accordion",
-            "viola",
-            "drums",
-            "piano",
-            "tuba",
-            "mandolin",
-        ),
+        _list("cello, oboe, harp, trombone, banjo, flute, accordion, viola, drums, piano, tuba, mandolin"),
     ),
     Fact(
         "pet",
@@ -110,19 +78,7 @@ FACTS: tuple[Fact, ...] = (
         "Which pet does {name} keep?",
         "{name} lives with a {value}.",
         "The pet of {name} is a {value}.",
-        (
-            "parrot",
-            "tortoise",
-            "greyhound",
-            "ferret",
-            "goat",
-            "rabbit",
-            "canary",
-            "hedgehog",
-            "donkey",
-            "gecko",
-            "poodle",
-        ),
+        _list("parrot, tortoise, greyhound, ferret, goat, rabbit, canary, hedgehog, donkey, gecko, poodle"),
     ),
     Fact(
         "employer_field",
@@ -130,18 +86,7 @@ FACTS: tuple[Fact, ...] = (
         "Which line of business does the company of {name} belong to?",
         "The employer of {name} is in the {value} industry.",
         "The company of {name} belongs to the {value} business.",
-        (
-            "paper",
-            "shipping",
-            "textile",
-            "furniture",
-            "insurance",
-            "ceramics",
-            "railway",
-            "publishing",
-            "solar",
-            "dairy",
-        ),
+        _list("paper, shipping, textile, furniture, insurance, ceramics, railway, publishing, solar, dairy"),
     ),
     Fact(
         "studies",
@@ -149,17 +94,9 @@ FACTS: tuple[Fact, ...] = (
         "Which subject did {name} take a degree in?",
         "{name} studied {value} at university.",
         "The degree of {name} is in {value}.",
-        (
-            "astronomy",
-            "botany",
-            "philosophy",
-            "statistics",
-            "archaeology",
-            "chemistry",
-            "linguistics",
-            "economics",
-            "history",
-            "theology",
+        _list(
+            "astronomy, botany, philosophy, statistics, archaeology, chemistry, linguistics, economics, history, "
+            "theology"
         ),
     ),
     Fact(
@@ -168,19 +105,7 @@ FACTS: tuple[Fact, ...] = (
         "In what foreign language is {name} fluent?",
         "{name} speaks fluent {value}.",
         "The foreign language of {name} is {value}.",
-        (
-            "Danish",
-            "Swahili",
-            "Greek",
-            "Korean",
-            "Portuguese",
-            "Hindi",
-            "Turkish",
-            "Polish",
-            "Arabic",
-            "Finnish",
-            "Welsh",
-        ),
+        _list("Danish, Swahili, Greek, Korean, Portuguese, Hindi, Turkish, Polish, Arabic, Finnish, Welsh"),
     ),
     Fact(
         "hobby",
@@ -188,17 +113,9 @@ FACTS: tuple[Fact, ...] = (
         "What is the weekend hobby of {name}?",
         "{name} spends free weekends with {value}.",
         "The weekend hobby of {name} is {value}.",
-        (
-            "rock climbing",
-            "fencing",
-            "bird watching",
-            "pottery",
-            "chess",
-            "sailing",
-            "calligraphy",
-            "orienteering",
-            "archery",
-            "baking bread",
+        _list(
+            "rock climbing, fencing, bird watching, pottery, chess, sailing, calligraphy, orienteering, archery, "
+            "baking bread"
         ),
     ),
     Fact(
@@ -207,17 +124,9 @@ FACTS: tuple[Fact, ...] = (
         "What was the prize given to {name} for?",
         "{name} received a prize for {value}.",
         "The prize of {name} was given for {value}.",
-        (
-            "a folding bicycle",
-            "a children's book",
-            "a water filter",
-            "a short film",
-            "a rose garden",
-            "a crime novel",
-            "a map of caves",
-            "a wooden clock",
-            "a choir song",
-            "a tunnel design",
+        _list(
+            "a folding bicycle, a children's book, a water filter, a short film, a rose garden, a crime novel, a "
+            "map of caves, a wooden clock, a choir song, a tunnel design"
         ),
     ),
     Fact(
@@ -226,7 +135,7 @@ FACTS: tuple[Fact, ...] = (
         "By what means does {name} commute?",
         "{name} travels to work by {value}.",
         "The commute of {name} is by {value}.",
-        ("ferry", "scooter", "tram", "bicycle", "motorcycle", "night bus", "cable car", "canoe", "subway", "van"),
+        _list("ferry, scooter, tram, bicycle, motorcycle, night bus, cable car, canoe, subway, van"),
     ),
     Fact(
         "dish",
@@ -234,17 +143,9 @@ FACTS: tuple[Fact, ...] = (
         "What do the guests of {name} get to eat?",
         "{name} cooks {value} for guests.",
         "The guests of {name} are served {value}.",
-        (
-            "lentil soup",
-            "mushroom risotto",
-            "fish curry",
-            "potato dumplings",
-            "onion tart",
-            "lamb stew",
-            "noodle salad",
-            "bean chili",
-            "stuffed peppers",
-            "plum cake",
+        _list(
+            "lentil soup, mushroom risotto, fish curry, potato dumplings, onion tart, lamb stew, noodle salad, "
+            "bean chili, stuffed peppers, plum cake"
         ),
     ),
 )
