@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
@@ -26,6 +25,7 @@ from lazyattention.errors import RequestError
 from lazyattention.unlearn.architectures import Architecture, DownProjection, architecture_of, base_model_of
 from lazyattention.unlearn.batch import IGNORED_LABEL, TokenBatch
 from lazyattention.unlearn.config import AttributionConfig, NeuronAxis
+from lazyattention.unlearn.metrics.progress import Progress
 from lazyattention.utils.logging import get_logger
 
 Layers = list[torch.Tensor]
@@ -182,7 +182,7 @@ def attribute(
         forget: Batches on the model's device.
         retain: The same of the retain set; needed for contrast and for dual policies "drop" and "only".
         config: Options A1 to A5.
-        progress: A running rich progress display; one line per set.
+        progress: Shows one bar per set; None shows nothing.
 
     Raises:
         UnsupportedError: The architecture is not known.
@@ -223,19 +223,18 @@ def _score_set(
     totals = [torch.zeros(d.num_neurons(axis), dtype=torch.float32) for d in architecture.down]
     changes = [0.0] * architecture.num_layers if config.path == "layerwise" else []
     steps_per_batch = architecture.num_layers if config.path == "layerwise" else 1
-    task = progress.add_task(f"attribution, {label}", total=len(batches) * steps_per_batch) if progress else None
-
-    def advance() -> None:
-        if progress is not None and task is not None:
-            progress.advance(task)
-
-    for batch in batches:
-        run = _Run(model, architecture, batch, config)
-        if config.path == "layerwise":
-            run.layerwise(totals, changes, advance)
-        else:
-            run.fast(totals) if config.path == "fast" else run.joint(totals)
-            advance()
+    shown = progress or Progress(is_enabled=False)
+    with shown.task(f"attribution, {label}", len(batches) * steps_per_batch) as advance:
+        for batch in batches:
+            run = _Run(model, architecture, batch, config)
+            if config.path == "layerwise":
+                run.layerwise(totals, changes, advance)
+                continue
+            if config.path == "fast":
+                run.fast(totals)
+            else:
+                run.joint(totals)
+            advance(1)
     return totals, changes
 
 
@@ -267,7 +266,7 @@ class _Run:
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
 
-    def layerwise(self, totals: Layers, changes: list[float], advance: Callable[[], None]) -> None:
+    def layerwise(self, totals: Layers, changes: list[float], advance: Callable[[int], None]) -> None:
         """Scale one layer at a time; layers before it are not run again."""
         entries: list[_LayerEntry] = []
         with _recorded_entries(self._architecture, entries):
@@ -278,7 +277,7 @@ class _Run:
                 totals[idx] += self._reduce(beta.float() * mean_grad)
                 with torch.no_grad(), self._replaced([projection], [beta], [torch.zeros_like(beta)]):
                     changes[idx] += full_loss - float(self.loss())
-            advance()
+            advance(1)
 
     def joint(self, totals: Layers) -> None:
         """Scale all layers together, each along the line from 0 to its own activation."""

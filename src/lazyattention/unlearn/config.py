@@ -218,6 +218,8 @@ class TrainConfig:
     """How the run is carried out.
 
     Attributes:
+        trainable: "selected" = attention and neurons as said by the other options; "everything" = every weight of
+            the model, for baselines; then attention and neurons say nothing.
         attention: "full" = all attention projections are trained (as SIMU); "lora" = adapters on them;
             "frozen" = only the selected neurons.
         num_epochs: Passes over the forget set.
@@ -233,13 +235,13 @@ class TrainConfig:
             training it (attention = "lora").
         quantize: Load the frozen base in 8 or 4 bits through bitsandbytes; down-projections stay unquantised.
         device: "auto" = CUDA if present.
-        max_len: Tokens per example; longer ones are an error.
-        template: Name of the question/answer template of `unlearn.data`; "auto" = the tokenizer's chat template if
-            it has one.
+        max_len: Tokens per example; longer answers are cut, with a warning.
+        template: How questions are put: "chat", "plain", or "auto" = chat if the tokenizer has a chat template.
         seed: Of data order, label sampling and initial adapters.
         save_steps: Steps between checkpoints for `resume`; 0 = none.
     """
 
+    trainable: Literal["selected", "everything"] = "selected"
     attention: Literal["full", "lora", "frozen"] = "full"
     num_epochs: int = 5
     batch_size: int = 4
@@ -249,12 +251,12 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False
     lora_rank: int = 16
-    lora_alpha: float = 32.0
+    lora_alpha: int = 32
     adapter_in: Literal["merge", "continue"] = "merge"
     quantize: Literal["none", "8bit", "4bit"] = "none"
     device: str = "auto"
     max_len: int = 512
-    template: str = "auto"
+    template: Literal["auto", "chat", "plain"] = "auto"
     seed: int = 0
     save_steps: int = 0
 
@@ -312,6 +314,8 @@ class UnlearnConfig:
     guards: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
+        if self.train.trainable == "everything" and self.train.attention != "full":
+            raise ConfigError("train.trainable = 'everything' trains attention in full; set train.attention = 'full'")
         if self.train.attention == "frozen" and self.neurons.control == "none":
             raise ConfigError(
                 "neurons.control = 'none' with train.attention = 'frozen' trains nothing; "
@@ -321,9 +325,14 @@ class UnlearnConfig:
     @property
     def needs_attribution(self) -> bool:
         """Whether step 1 has to run: a random control under `budget` knows its counts without scores."""
-        if self.neurons.control in ("none", "all"):
+        if self.neurons.control in ("none", "all") or self.train.trainable == "everything":
             return False
         return self.neurons.control == "attributed" or self.neurons.select != "budget"
+
+    @property
+    def neurons_without_policy(self) -> NeuronConfig:
+        """The selection rule alone: no dual policy, no control."""
+        return dataclasses.replace(self.neurons, dual="keep", control="attributed")
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, the inverse of `from_dict`."""

@@ -210,7 +210,7 @@ def freeze_all_but(model: nn.Module, trainable: Iterable[nn.Parameter]) -> None:
 
 
 def trainable_parameters(
-    model: nn.Module, architecture: Architecture, mask: NeuronMask, attention: str
+    model: nn.Module, architecture: Architecture, mask: NeuronMask, attention: str, *, everything: bool = False
 ) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, Selection]]:
     """Say which parameters an update touches and, for the down-projections, which slices.
 
@@ -219,10 +219,13 @@ def trainable_parameters(
         architecture: Of `model`.
         mask: Selected neurons.
         attention: "full", "lora" or "frozen".
+        everything: Every parameter is trainable; mask and attention say nothing.
 
     Returns:
         Trainable parameters by their name in `model`, and the slices of those that are trained in part.
     """
+    if everything:
+        return dict(model.named_parameters()), {}
     selections = neuron_selections(architecture, mask)
     chosen = {id(param) for param in selections}
     if attention == "full":
