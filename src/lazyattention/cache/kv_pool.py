@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV tensors. Layout, stated here and nowhere else: per layer `[num_blocks, block_size, num_kv_heads, head_dim]`,
-keys and values apart, so that consecutive blocks are consecutive tokens.
+"""The KV tensors, and copies between slots.
+
+Layout, stated here and nowhere else: per layer `[num_blocks, block_size, num_kv_heads, head_dim]`, keys and values
+apart, so that consecutive blocks are consecutive tokens.
 """
 
 import os

@@ -193,4 +193,5 @@ def _copy_slots(span: SpanState, block_size: int) -> tuple[np.ndarray, np.ndarra
 def _slots(block_ids: list[int], index: np.ndarray, block_size: int) -> np.ndarray:
     first, last = int(index[0]) // block_size, int(index[-1]) // block_size
     blocks = np.asarray(block_ids[first : last + 1], dtype=np.int64)
-    return blocks[index // block_size - first] * block_size + index % block_size
+    slots: np.ndarray = blocks[index // block_size - first] * block_size + index % block_size
+    return slots

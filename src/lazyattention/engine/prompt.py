@@ -208,6 +208,9 @@ class PromptBuilder:
         pending = pieces[0]
         for marker, following in zip(pieces[1::2], pieces[2::2], strict=True):
             # Text is cut behind the instructions and around documents, nowhere else.
+            if marker == "p" and spans:
+                pending += following
+                continue
             if pending:
                 spans.append(Span(tuple(self._tokenize(pending)), is_preamble=not spans))
                 pending = ""
@@ -230,7 +233,8 @@ class PromptBuilder:
         for index, piece in enumerate(pieces):
             name = f": {title}" if title else ""
             part = f", part {index + 1}" if len(pieces) > 1 else ""
-            token_ids = self._tokenize_untrusted(f"[Document{name}{part}]\n{piece.strip()}\n\n")
+            body = piece.strip("\n")
+            token_ids = self._tokenize_untrusted(f"[Document{name}{part}]\n{body}\n\n")
             spans.append(Span(tuple(token_ids), document_id, title, index))
         return tuple(spans) or (Span((), document_id, title),)
 

@@ -5,6 +5,7 @@ Order of a step: decodes, then prefill of running sequences (their cold chunks f
 may be computed in the same step as everything they look at, since each layer stores keys and values before it attends.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -211,6 +212,8 @@ class Scheduler:
                 self.waiting.remove(sequence)
                 sequence.status = RequestStatus.RUNNING
                 self.running.append(sequence)
+                if sequence.group.timings.first_scheduled_s is None:
+                    sequence.group.timings.first_scheduled_s = time.monotonic()
                 for older in overtaken:
                     older.num_skipped += 1
                 self._schedule_prefill(sequence, step)

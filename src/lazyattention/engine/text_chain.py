@@ -52,6 +52,10 @@ class TextChain:
             self._step(key, node, len(token_ids))
         return num_found
 
+    def stop(self) -> None:
+        """Keep nothing from here on."""
+        self._is_broken = True
+
     def keep(self, spans: Sequence[SpanState]) -> None:
         """Offer the store every block that has been computed since the last call."""
         while not self._is_broken and (piece := self._next_piece(spans, computed_only=True)) is not None:

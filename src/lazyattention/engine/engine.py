@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: schedule, run, sample, update, for any number of requests at once. Not thread-safe; see async_engine.py."""
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from lazyattention import envs
+from lazyattention.cache.kv_pool import kv_bytes_per_token
+from lazyattention.cache.manager import CacheManager
+from lazyattention.config import EngineConfig
+from lazyattention.engine.admission import Admission, CacheIdentity
+from lazyattention.engine.batch import Batch, build_batch
+from lazyattention.engine.checksums import ChecksumGuard
+from lazyattention.engine.detokenizer import Detokenizer
+from lazyattention.engine.documents import DocumentManager
+from lazyattention.engine.model_runner import ModelRunner
+from lazyattention.engine.outputs import CompletionOutput, RequestOutput, Timings
+from lazyattention.engine.prompt import PromptBuilder
+from lazyattention.engine.request import RequestGroup, Sequence
+from lazyattention.engine.sampler import SampledToken, Sampler, SamplingRow, seed_key
+from lazyattention.engine.sampling_params import SamplingParams
+from lazyattention.engine.scheduler import Scheduler, Step
+from lazyattention.errors import CapacityError, LazyAttentionError, RequestError
+from lazyattention.reuse import REUSE_METHODS, PromptLayout
+from lazyattention.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from lazyattention.models.loaded_model import LoadedModel
+
+logger = get_logger(__name__)
+# Expired chunks and passed deadlines are looked for this often.
+_HOUSEKEEPING_S = 1.0
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since start, for metrics; see also CacheStats.
+
+    Attributes:
+        num_steps: Forward passes.
+        num_prompt_tokens: Prompt tokens of admitted requests.
+        num_computed_tokens: Tokens computed, output included.
+        num_output_tokens: Tokens sampled.
+        num_finished: Requests that ended, for whatever reason.
+        num_failed: Of these, with an error.
+        forward_s: Seconds inside the model's forward.
+        step_s: Seconds inside `step`.
+    """
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    forward_s: float = 0.0
+    step_s: float = 0.0
+
+
+class Engine:
+    """Continuous batching over documents whose KV is stored once.
+
+    Protocol: `add_request` any time between steps; call `step` while `has_work`. Every request gets exactly one output
+    with `finished` set: done, aborted or failed.
+    """
+
+    def __init__(self, loaded: "LoadedModel", config: EngineConfig | None = None) -> None:
+        """Reserve memory for KV.
+
+        Args:
+            loaded: The model, from `models.loader.load_model`.
+            config: Options; None = defaults.
+
+        Raises:
+            ConfigError: An option is not allowed.
+        """
+        self.config = config or EngineConfig()
+        self.loaded = loaded
+        self.default_method = REUSE_METHODS[self.config.reuse_method]
+        self.model_runner = ModelRunner(loaded, self.config.cache)
+        kv_pool = self.model_runner.kv_pool
+        self.cache = CacheManager(kv_pool.num_blocks, kv_pool.block_size, chunk_ttl_s=self.config.cache.chunk_ttl_s)
+        identity = CacheIdentity(
+            weights_id=loaded.weights_id,
+            kv_dtype=str(self.model_runner.kv_dtype),
+            bytes_per_token=kv_bytes_per_token(loaded.kv_shapes, self.model_runner.kv_dtype),
+            encoding=self.config.encoding,
+        )
+        self.max_model_len = min(self.config.scheduler.max_model_len or loaded.max_model_len, loaded.max_model_len)
+        self.scheduler = Scheduler(self.cache, Admission(self.cache, identity), self.config.scheduler)
+        self.sampler = Sampler(tuple(loaded.eos_token_ids))
+        self._groups: dict[str, RequestGroup] = {}
+        self.documents = DocumentManager(self.cache, identity, self._groups.values)
+        self.prompts = PromptBuilder(
+            loaded.tokenizer,
+            max_chunk_len=self.config.cache.max_chunk_len,
+            documents_place=self.config.documents_place,
+            chat_template=self.config.chat_template,
+        )
+        self.stats = EngineStats()
+        self._checksums = ChecksumGuard(kv_pool) if envs.DEBUG_CHECKSUMS else None
+        self._ended: list[RequestGroup] = []
+        self._next_housekeeping_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step would do or report something."""
+        return self.scheduler.has_work or bool(self._ended)
+
+    @property
+    def live_request_ids(self) -> list[str]:
+        """Requests that wait or run."""
+        return list(self._groups)
+
+    def add_request(
+        self,
+        request_id: str,
+        layout: PromptLayout,
+        params: SamplingParams | None = None,
+        *,
+        scope: str = "default",
+        reuse_method: str | None = None,
+        deadline_s: float | None = None,
+        arrival_s: float | None = None,
+    ) -> None:
+        """Let a request wait for its turn.
+
+        Args:
+            request_id: Unique among live requests.
+            layout: The prompt, from `prompts`.
+            params: How to sample; None = defaults.
+            scope: The tenant; KV is never shared between scopes.
+            reuse_method: Another method than the engine's, for this request.
+            deadline_s: Monotonic seconds after which it is ended with an error.
+            arrival_s: When it came in, if not now.
+
+        Raises:
+            RequestError: The id is taken, the prompt is empty or too long, or the request can never fit.
+            ConfigError: The reuse method is unknown.
+        """
+        params = params or SamplingParams()
+        if request_id in self._groups:
+            raise RequestError(f"request_id {request_id!r} is in use; choose another")
+        num_prompt_tokens = layout.num_tokens
+        if not layout.spans or layout.spans[-1].is_document or not layout.spans[-1].token_ids:
+            raise RequestError("the prompt must end with text; add a question or an instruction")
+        if num_prompt_tokens >= self.max_model_len:
+            num_document_tokens = sum(len(span.token_ids) for span in layout.spans if span.is_document)
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens ({num_document_tokens} of them in documents), but "
+                f"max_model_len is {self.max_model_len} and at least one token must be generated; shorten it or give "
+                "fewer documents"
+            )
+        method = self.default_method if reuse_method is None else REUSE_METHODS[reuse_method]
+        timings = Timings(arrival_s=time.monotonic() if arrival_s is None else arrival_s)
+        group = RequestGroup(request_id, layout, params, method, scope, timings, deadline_s)
+        prompt_token_ids = layout.token_ids
+        for index in range(params.n):
+            group.sequences.append(self._new_sequence(group, index, prompt_token_ids))
+        try:
+            for sequence in group.sequences:
+                self.scheduler.add(sequence, self.config.encoding)
+        except RequestError:
+            for sequence in group.sequences:
+                self.scheduler.finish(sequence)
+            raise
+        self._groups[request_id] = group
+
+    def abort(self, request_id: str, reason: LazyAttentionError | None = None) -> bool:
+        """End a request now and free what it holds; its last output says "abort", or "error" with the reason.
+
+        Returns:
+            False if no such request is live.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        self._fail(group, reason)
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        """Run one forward pass; return what it produced (may be empty)."""
+        started_s = time.perf_counter()
+        self._do_housekeeping()
+        step = self.scheduler.schedule()
+        for sequence, error in step.failed:
+            self._fail(sequence.group, error)
+        changed: list[RequestGroup] = []
+        if step.pieces:
+            batch = build_batch(step, self.cache.block_size)
+            try:
+                tokens = self._run(batch)
+            except Exception as error:  # whatever the model raises must not take other requests along
+                logger.exception("a forward pass over %d tokens failed", batch.num_tokens)
+                self._fail_step(step, error)
+            else:
+                self.scheduler.advance(step)
+                changed = self._update(batch, tokens)
+                if self._checksums is not None:
+                    self._checksums.after_step(step, batch)
+        self.stats.step_s += time.perf_counter() - started_s
+        return self._collect(changed)
+
+    def check_idle(self) -> None:
+        """Assert that nothing is held while nothing runs: no block, reference or hold has leaked."""
+        assert not self.scheduler.has_work, "requests are live"
+        self.cache.check_idle()
+
+    def describe(self) -> dict[str, Any]:
+        """Return counters and gauges by name, for metrics and `LLM.stats`."""
+        pool = self.cache.pool
+        return {
+            **asdict(self.stats),
+            **asdict(self.cache.stats),
+            "num_preemptions": self.scheduler.num_preemptions,
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "num_blocks": pool.num_blocks,
+            "num_free_blocks": pool.num_free,
+            "num_chunks": len(self.cache.chunks),
+            "num_text_blocks": len(self.cache.texts),
+            "block_size": self.cache.block_size,
+            "kv_bytes_per_token": self.documents.bytes_per_token,
+            "max_model_len": self.max_model_len,
+        }
+
+    # Inside a step ---------------------------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch) -> list[SampledToken]:
+        started_s = time.perf_counter()
+        logits = self.model_runner.run(batch)
+        self.stats.forward_s += time.perf_counter() - started_s
+        self.stats.num_steps += 1
+        self.stats.num_computed_tokens += batch.num_tokens
+        rows = [
+            SamplingRow(s.group.params, s.group.layout.token_ids, s.output_token_ids, s.seed_key) for s in batch.sampled
+        ]
+        return self.sampler.sample(logits, rows)
+
+    def _update(self, batch: Batch, tokens: Seq[SampledToken]) -> list[RequestGroup]:
+        """Append each sampled token, end what is done; return the requests that changed."""
+        now = time.monotonic()
+        changed: dict[str, RequestGroup] = {}
+        for sequence, token in zip(batch.sampled, tokens, strict=True):
+            group = sequence.group
+            if token.error is not None:
+                self._fail(group, token.error)
+                continue
+            self.stats.num_output_tokens += 1
+            group.timings.num_output_tokens += 1
+            if group.timings.first_token_s is None:
+                group.timings.first_token_s = now
+            self._append(sequence, token)
+            changed[group.request_id] = group
+        return list(changed.values())
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> None:
+        params, output = sequence.group.params, sequence.output
+        sequence.output_token_ids.append(token.token_id)
+        output.token_ids.append(token.token_id)
+        output.delta_token_ids.append(token.token_id)
+        if output.logprobs is not None and token.logprobs is not None:
+            output.logprobs.append(token.logprobs)
+        num_output = len(sequence.output_token_ids)
+        is_eos = token.token_id in self.loaded.eos_token_ids and not params.ignore_eos
+        if is_eos or (token.token_id in params.stop_token_ids and num_output >= params.min_tokens):
+            self._end(sequence, "stop", None if is_eos else token.token_id)
+            return
+        output.delta_text += sequence.detokenizer.push([token.token_id])
+        if sequence.detokenizer.stop_reason is not None:
+            self._end(sequence, "stop", sequence.detokenizer.stop_reason)
+        elif num_output >= sequence.max_tokens:
+            self._end(sequence, "length", None)
+        else:
+            sequence.spans[-1].token_ids.append(token.token_id)
+
+    def _end(self, sequence: Sequence, finish_reason: str, stop_reason: str | int | None) -> None:
+        output = sequence.output
+        output.delta_text += sequence.detokenizer.finish()
+        output.finish_reason, output.stop_reason = finish_reason, stop_reason
+        self.scheduler.finish(sequence)
+        if sequence.group.is_finished:
+            self._close(sequence.group)
+
+    def _fail(self, group: RequestGroup, error: LazyAttentionError | None) -> None:
+        """End all of a request's completions; without an error it counts as aborted."""
+        if group.request_id not in self._groups:
+            return
+        group.error = error
+        for sequence in group.sequences:
+            if sequence.output.finish_reason is None:
+                sequence.output.finish_reason = "abort" if error is None else "error"
+            self.scheduler.finish(sequence)
+        self.stats.num_failed += error is not None
+        self._close(group)
+
+    def _fail_step(self, step: Step, error: Exception) -> None:
+        """A forward pass failed: end the requests that had work in it, those waiting for its chunks included."""
+        text = f"the model failed on a batch this request was part of: {type(error).__name__}: {error}"
+        failed = error if isinstance(error, LazyAttentionError) else CapacityError(text)
+        groups = {id(p.sequence.group): p.sequence.group for p in step.pieces if p.sequence is not None}
+        for sequence in list(self.scheduler.running):
+            if any(span.chunk in step.chunk_tokens for span in sequence.spans if span.chunk is not None):
+                groups[id(sequence.group)] = sequence.group
+        for group in groups.values():
+            self._fail(group, failed)
+
+    def _close(self, group: RequestGroup) -> None:
+        group.timings.finished_s = time.monotonic()
+        self.stats.num_finished += 1
+        del self._groups[group.request_id]
+        for document_id in group.forget_at_end:
+            self.cache.delete_document(group.scope, document_id)
+        self._ended.append(group)
+
+    def _collect(self, changed: list[RequestGroup]) -> list[RequestOutput]:
+        ended, self._ended = self._ended, []
+        live = [group for group in changed if group not in ended]
+        outputs = []
+        for group in live + ended:
+            for sequence in group.sequences:
+                sequence.output.text += sequence.output.delta_text
+            outputs.append(_snapshot(group))
+            for sequence in group.sequences:
+                sequence.output.delta_text, sequence.output.delta_token_ids = "", []
+        return outputs
+
+    def _do_housekeeping(self) -> None:
+        now = time.monotonic()
+        if now < self._next_housekeeping_s:
+            return
+        self._next_housekeeping_s = now + _HOUSEKEEPING_S
+        self.cache.expire()
+        for group in list(self._groups.values()):
+            if group.deadline_s is not None and group.deadline_s <= now:
+                waited_s = now - group.timings.arrival_s
+                self._fail(group, CapacityError(f"the request's deadline passed after {waited_s:.1f} s; retry later"))
+
+    def _new_sequence(self, group: RequestGroup, index: int, prompt_token_ids: list[int]) -> Sequence:
+        params = group.params
+        tokenizer: Any = self.loaded.tokenizer
+        detokenizer = Detokenizer(
+            tokenizer,
+            prompt_token_ids=prompt_token_ids,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        seed = params.seed if params.seed is not None else self.config.seed
+        return Sequence(
+            group=group,
+            index=index,
+            seed_key=seed_key(seed, index),
+            detokenizer=detokenizer,
+            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt_token_ids)),
+            output=CompletionOutput(index, logprobs=None if params.logprobs is None else []),
+        )
+
+
+def _snapshot(group: RequestGroup) -> RequestOutput:
+    num_prompt_tokens = group.layout.num_tokens
+    was_admitted = group.timings.first_scheduled_s is not None
+    return RequestOutput(
+        request_id=group.request_id,
+        prompt_token_ids=group.layout.token_ids,
+        outputs=[
+            CompletionOutput(
+                index=o.index,
+                text=o.text,
+                token_ids=list(o.token_ids),
+                logprobs=None if o.logprobs is None else list(o.logprobs),
+                delta_text=o.delta_text,
+                delta_token_ids=list(o.delta_token_ids),
+                finish_reason=o.finish_reason,
+                stop_reason=o.stop_reason,
+            )
+            for o in (sequence.output for sequence in group.sequences)
+        ],
+        finished=group.is_finished,
+        documents=list(group.documents),
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=num_prompt_tokens - group.num_reused_tokens if was_admitted else 0,
+        num_reused_tokens=group.num_reused_tokens,
+        timings=group.timings,
+        error=group.error,
+    )
