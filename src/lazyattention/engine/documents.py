@@ -128,6 +128,7 @@ class DocumentManager:
 
     def list(self, scope: str = "default") -> "list[DocumentInfo]":
         """Return what is stored of each document, in order of id."""
+        self._cache.expire()
         by_id: dict[str, _Chunks] = {document_id: [] for s, document_id in self._texts if s == scope}
         for chunk in self._cache.chunks:
             if chunk.scope == scope:
