@@ -11,6 +11,7 @@ from lazyattention.ops import AttentionPlan, KVRange, LayerRotary, RowGroup, mak
 @dataclass
 class Step:
     plan: AttentionPlan
+    kernel_plan: AttentionPlan
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     q: torch.Tensor
@@ -61,10 +62,11 @@ def random_step(
         ranges.append(text)
         positions += range(start + num_before, start + num_before + num_new)
         slots += [-1] * num_new
-    plan = make_plan(np.array(positions), np.array(slots), ranges, groups, block_size=block_size)
+    layout = (np.array(positions), np.array(slots), ranges, groups)
+    plan, kernel_plan = (make_plan(*layout, block_size=block_size, for_kernels=kind) for kind in (False, True))
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
     k_cache = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     v_cache = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     q = torch.randn((len(positions), num_q_heads, head_dim), generator=generator, dtype=torch.float64).to(dtype)
-    return Step(plan, k_cache, v_cache, q)
+    return Step(plan, kernel_plan, k_cache, v_cache, q)

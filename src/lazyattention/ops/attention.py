@@ -3,10 +3,15 @@
 
 import torch
 
+from lazyattention.ops._layout import LayoutSpec
+from lazyattention.ops._tiles import num_multiprocessors, tiles_for
 from lazyattention.ops.attend import AttendOptions, attend
-from lazyattention.ops.merge_states import merge_states
+from lazyattention.ops.chunk_prefill import chunk_prefill
+from lazyattention.ops.layer_kv import LayerKV, PartialStates
+from lazyattention.ops.merge_states import merge_parts, merge_states
 from lazyattention.ops.metadata import AttentionMetadata
 from lazyattention.ops.rotary import turn
+from lazyattention.ops.shared_decode import shared_decode
 from lazyattention.ops.store_kv import store_kv
 
 
@@ -41,6 +46,9 @@ def run(
     Raises:
         ValueError: A shape or dtype is not as above.
     """
+    if metadata.plan.arrays is not None:
+        options = AttendOptions(softmax_scale, sliding_window, logit_softcap)
+        return run_kernels(q, k, v, metadata, layer_idx, options, sinks)
     plan, rotary = metadata.plan, metadata.rotaries[layer_idx]
     k_cache, v_cache = metadata.kv_caches[layer_idx]
     if plan.store_turns is not None and rotary.inv_freq is not None:
@@ -52,3 +60,47 @@ def run(
     if plan.is_single_part and sinks is None:
         return outputs
     return merge_states(outputs, lses, plan.row_tokens, plan.num_tokens, sinks)[0]
+
+
+def run_kernels(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    metadata: AttentionMetadata,
+    layer_idx: int,
+    options: AttendOptions,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `run`, for a plan made for the kernels: no host synchronisation, the same launches for the same plan."""
+    plan, rotary = metadata.plan, metadata.rotaries[layer_idx]
+    kv = LayerKV(*metadata.kv_caches[layer_idx])
+    store_kv(k, v, kv.k_cache, kv.v_cache, plan.slot_mapping, store_turns=plan.store_turns, rotary=rotary)
+    work = plan.device_plan(layout_spec(q, kv, plan.block_size, options.sliding_window))
+    out = torch.empty((*q.shape[:2], kv.v_cache.shape[3]), dtype=q.dtype, device=q.device)
+    states = PartialStates(
+        torch.empty((work.num_parts, q.shape[1], out.shape[2]), dtype=q.dtype, device=q.device),
+        torch.empty((work.num_parts, q.shape[1]), dtype=torch.float32, device=q.device),
+    )
+    for prefill_tasks in work.prefill:
+        chunk_prefill(q, kv, prefill_tasks, plan.positions, out, states, rotary, options, sinks=sinks)
+    for decode_tasks in work.decode:
+        shared_decode(q, kv, decode_tasks, plan.positions, states, rotary, options)
+    merge_parts(states, out, work.num_merges, work.merge_tokens, work.merge_starts, sinks=sinks)
+    return out
+
+
+def layout_spec(q: torch.Tensor, kv: LayerKV, block_size: int, sliding_window: int | None) -> LayoutSpec:
+    """Return what shapes the device plan of a layer."""
+    num_kv_heads, head_dim = kv.k_cache.shape[2:]
+    tiles = tiles_for(q.device, head_dim, q.dtype)
+    group = q.shape[1] // num_kv_heads
+    return LayoutSpec(
+        num_kv_heads=num_kv_heads,
+        group=group,
+        block_size=block_size,
+        sliding_window=sliding_window,
+        decode=tiles.decode_many,
+        prefill=tiles.prefill,
+        num_programs=num_multiprocessors(q.device),
+        prefill_min_tokens=max(2, tiles.decode_many.tile_m // group),
+    )

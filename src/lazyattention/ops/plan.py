@@ -10,14 +10,20 @@ Conventions, stated here and nowhere else:
 - it is visible to a query at position `p` exactly when it stands at or before `p` (and within the sliding window);
 - the score is right once the query is turned by `-position_delta` (keys stored turned), or once the key is turned by
   where it stands (keys stored unturned).
+
+A plan holds its work in one of two forms: as items (the CPU), or as flat arrays from which each kind of layer gets its
+device plan when it first runs (the GPU kernels).
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
 
+from lazyattention.ops._layout import LayoutSpec, PlanArrays
+from lazyattention.ops.device_plan import DevicePlan, build_device_plan, send
 from lazyattention.ops.rotary import LayerRotary, turn_table
 
 
@@ -95,12 +101,15 @@ class AttentionPlan:
         positions: int64 `[num_tokens]`, true position of each query token.
         slot_mapping: int64 `[num_tokens]`, slot for each new token's K and V; -1 = do not store.
         store_turns: int64 `[num_tokens]` or None: turn each new key by this before storing it (unturned storage).
-        items: Work items; their rows lie in `row_tokens` in item order.
+        items: Work items; their rows lie in `row_tokens` in item order. Empty in a plan made for the kernels.
         row_tokens: int64 `[num_rows]`, query token of each row.
         row_deltas: int64 `[num_rows]`, position_delta of each row.
         has_deltas: False when every row_delta is 0, so that no query needs turning.
         is_single_part: True when every token has exactly one row, in token order: nothing to merge.
         device: Where the tensors live.
+        arrays: The step as flat arrays, in a plan made for the kernels, else None.
+        host_positions: As positions, on the host.
+        blocks: int32, the block tables of `arrays` on the device, if they are there already.
     """
 
     num_tokens: int
@@ -114,7 +123,21 @@ class AttentionPlan:
     has_deltas: bool
     is_single_part: bool
     device: torch.device
+    arrays: PlanArrays | None = None
+    host_positions: np.ndarray | None = None
+    blocks: torch.Tensor | None = None
+    _device_plans: dict[LayoutSpec, DevicePlan] = field(default_factory=dict)
     _tables: dict[tuple[int, str, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def device_plan(self, spec: LayoutSpec) -> DevicePlan:
+        """Return the device form for one kind of layer; laid out and sent once."""
+        device_plan = self._device_plans.get(spec)
+        if device_plan is None:
+            assert self.arrays is not None
+            assert self.host_positions is not None
+            device_plan = build_device_plan(self.arrays, self.host_positions, spec, self.device, self.blocks)
+            self._device_plans[spec] = device_plan
+        return device_plan
 
     def query_turns(self, rotary: LayerRotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin that turn each row's query by minus its delta; computed once per frequency table."""
@@ -152,6 +175,7 @@ def make_plan(
     block_size: int,
     store_turns: np.ndarray | None = None,
     device: torch.device | str = "cpu",
+    for_kernels: bool | None = None,
 ) -> AttentionPlan:
     """Group the step's rows by the KV they read and lay them out for the kernels.
 
@@ -166,7 +190,20 @@ def make_plan(
         block_size: Tokens per KV block.
         store_turns: int64 `[num_tokens]`: turn new keys by this before storing, or None.
         device: Where the plan's tensors go.
+        for_kernels: Keep flat arrays for the kernels in place of items; None = on CUDA devices.
     """
+    device = torch.device(device)
+    if store_turns is not None and not store_turns.any():
+        store_turns = None
+    if for_kernels or (for_kernels is None and device.type == "cuda"):
+        return plan_of_arrays(
+            flatten(ranges, row_groups),
+            positions,
+            slot_mapping,
+            block_size=block_size,
+            store_turns=store_turns,
+            device=device,
+        )
     grouped: dict[Hashable, list[RowGroup]] = {}
     for group in row_groups:
         kv_range = ranges[group.range_index]
@@ -220,13 +257,74 @@ def make_plan(
         block_size=block_size,
         positions=_to_device(positions, device),
         slot_mapping=_to_device(slot_mapping, device),
-        store_turns=None if store_turns is None or not store_turns.any() else _to_device(store_turns, device),
+        store_turns=None if store_turns is None else _to_device(store_turns, device),
         items=items,
         row_tokens=_to_device(row_tokens, device),
         row_deltas=_to_device(row_deltas, device),
         has_deltas=bool(row_deltas.any()),
         is_single_part=num_rows == num_tokens and bool((row_tokens == np.arange(num_tokens)).all()),
-        device=torch.device(device),
+        device=device,
+    )
+
+
+def plan_of_arrays(
+    arrays: PlanArrays,
+    positions: np.ndarray,
+    slot_mapping: np.ndarray,
+    *,
+    block_size: int,
+    store_turns: np.ndarray | None,
+    device: torch.device,
+    blocks: torch.Tensor | None = None,
+) -> AttentionPlan:
+    """Return a plan for the kernels; arguments as in `make_plan` and `AttentionPlan`."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    columns = [positions, slot_mapping] if store_turns is None else [positions, slot_mapping, store_turns]
+    sent = _to_device(np.stack(columns), device)
+    return AttentionPlan(
+        num_tokens=len(positions),
+        block_size=block_size,
+        positions=sent[0],
+        slot_mapping=sent[1],
+        store_turns=None if store_turns is None else sent[2],
+        items=[],
+        row_tokens=nothing,
+        row_deltas=nothing,
+        has_deltas=bool(arrays.group_deltas.any()),
+        is_single_part=False,
+        device=device,
+        arrays=arrays,
+        host_positions=positions,
+        blocks=blocks,
+    )
+
+
+def flatten(ranges: Sequence[KVRange], row_groups: Sequence[RowGroup]) -> PlanArrays:
+    """Return ranges, merged by key, and groups as flat arrays; groups over nothing are dropped."""
+    id_of_key: dict[Hashable, int] = {}
+    ids: list[int] = []
+    distinct: list[KVRange] = []
+    for kv_range in ranges:
+        range_id = id_of_key.setdefault(kv_range.key, len(distinct))
+        if range_id == len(distinct):
+            distinct.append(kv_range)
+        ids.append(range_id)
+    groups = np.array(
+        [(ids[g.range_index], g.token_start, g.num_tokens, g.position_delta) for g in row_groups], dtype=np.int64
+    ).reshape(-1, 4)
+    range_tokens = np.array([kv_range.num_tokens for kv_range in distinct], dtype=np.int64)
+    groups = groups[(groups[:, 2] > 0) & (range_tokens[groups[:, 0]] > 0)]
+    table_lens = np.array([len(kv_range.block_ids) for kv_range in distinct], dtype=np.int64)
+    return PlanArrays(
+        group_ranges=groups[:, 0].copy(),
+        group_starts=groups[:, 1].copy(),
+        group_sizes=groups[:, 2].copy(),
+        group_deltas=groups[:, 3].copy(),
+        range_tokens=range_tokens,
+        range_firsts=np.array([kv_range.first_position for kv_range in distinct], dtype=np.int64),
+        range_turned=np.array([kv_range.keys_turned for kv_range in distinct], dtype=bool),
+        range_tables=np.cumsum(table_lens) - table_lens,
+        blocks=np.fromiter(chain.from_iterable(kv_range.block_ids for kv_range in distinct), dtype=np.int32),
     )
 
 
@@ -240,5 +338,5 @@ def _slots_of(kv_range: KVRange, block_size: int) -> tuple[int, np.ndarray | Non
     return -1, slots
 
 
-def _to_device(x: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
+def _to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    return send(np.ascontiguousarray(x, dtype=np.int64), device)

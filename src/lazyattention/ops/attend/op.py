@@ -33,8 +33,13 @@ def attend(
         (float64 for float64 q), natural log. A row that sees no key is 0 and `-inf`.
 
     Raises:
-        ValueError: A shape differs from the above, or num_q_heads is no multiple of num_kv_heads.
+        ValueError: A shape differs from the above, num_q_heads is no multiple of num_kv_heads, or the plan was made
+            for the kernels.
     """
+    if plan.arrays is not None:
+        raise ValueError(
+            "plan was made for the kernels and has no items; call ops.run, or make_plan(for_kernels=False)"
+        )
     check_shape("q", q, (plan.num_tokens, None, k_cache.shape[3]))
     check_shape("v_cache", v_cache, (k_cache.shape[0], plan.block_size, k_cache.shape[2], None))
     if q.shape[1] % k_cache.shape[2]:

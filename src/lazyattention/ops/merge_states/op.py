@@ -4,7 +4,8 @@
 import torch
 
 from lazyattention.ops._checks import check_dtype, check_shape
-from lazyattention.ops.merge_states.reference import merge_states_reference
+from lazyattention.ops.layer_kv import PartialStates
+from lazyattention.ops.merge_states.reference import merge_parts_reference, merge_states_reference
 
 
 def merge_states(
@@ -37,4 +38,41 @@ def merge_states(
     check_shape("lses", lses, outputs.shape[:2])
     check_dtype("lses", lses, torch.float32, torch.float64)
     check_shape("row_tokens", row_tokens, (outputs.shape[0],))
+    if outputs.is_cuda and lses.dtype == torch.float32:
+        # Imported here: triton does not come with CPU builds of torch.
+        from lazyattention.ops.merge_states.kernel import merge_states_triton
+
+        return merge_states_triton(outputs, lses, row_tokens, num_tokens, sinks)
     return merge_states_reference(outputs, lses, row_tokens, num_tokens, sinks)
+
+
+def merge_parts(
+    states: PartialStates,
+    out: torch.Tensor,
+    num_merges: torch.Tensor,
+    merge_tokens: torch.Tensor,
+    merge_starts: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Merge states that lie side by side, as a device plan numbers them, into the output of their token. In place.
+
+    Args:
+        states: Parts `merge_starts[i] : merge_starts[i + 1]` belong to query token `merge_tokens[i]`.
+        out: `[num_tokens, num_q_heads, v_dim]`, contiguous; rows named in `merge_tokens` are written, 0 without parts.
+        num_merges: int32 `[1]`; later entries of merge_tokens are ignored.
+        merge_tokens: int32 `[max_merges]`.
+        merge_starts: int32 `[max_merges + 1]`.
+        sinks: As in `merge_states`.
+
+    Raises:
+        ValueError: A shape differs from the above.
+    """
+    check_shape("states.outputs", states.outputs, (None, out.shape[1], out.shape[2]))
+    check_shape("merge_starts", merge_starts, (merge_tokens.shape[0] + 1,))
+    if out.is_cuda:
+        from lazyattention.ops.merge_states.kernel import merge_parts_triton
+
+        merge_parts_triton(states.outputs, states.lses, out, num_merges, merge_tokens, merge_starts, sinks=sinks)
+    else:
+        merge_parts_reference(states, out, num_merges, merge_tokens, merge_starts, sinks)

@@ -3,6 +3,8 @@
 
 import torch
 
+from lazyattention.ops.layer_kv import PartialStates
+
 
 def merge_states_reference(
     outputs: torch.Tensor,
@@ -26,3 +28,19 @@ def merge_states_reference(
         total = total + (sinks.to(lses.dtype) - pivot).exp()
     merged /= total.masked_fill(total == 0, 1.0)[..., None]
     return merged.to(outputs.dtype), merged_lse
+
+
+def merge_parts_reference(
+    states: PartialStates,
+    out: torch.Tensor,
+    num_merges: torch.Tensor,
+    merge_tokens: torch.Tensor,
+    merge_starts: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    tokens = merge_tokens[: int(num_merges)].long()
+    counts = merge_starts.diff()[: int(num_merges)].long()
+    row_tokens = tokens.repeat_interleave(counts)
+    used = slice(0, len(row_tokens))
+    merged, _ = merge_states_reference(states.outputs[used], states.lses[used], row_tokens, out.shape[0], sinks)
+    out[tokens] = merged[tokens]

@@ -35,4 +35,10 @@ def copy_turned(
     for name, x in (("source_slots", source_slots), ("target_slots", target_slots), ("deltas", deltas)):
         check_shape(name, x, (source_slots.shape[0],))
         check_dtype(name, x, torch.int64)
+    if k_cache.is_cuda:
+        # Imported here: triton does not come with CPU builds of torch.
+        from lazyattention.ops.rotate.kernel import copy_turned_triton
+
+        copy_turned_triton(k_cache, v_cache, source_slots, target_slots, deltas, rotary)
+        return
     copy_turned_reference(k_cache, v_cache, source_slots, target_slots, deltas, rotary)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both kernels' layouts share: the step as flat arrays, the numbers that shape a layout, and part numbering."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from lazyattention.ops._tiles import TileShape
+
+# Keys of a growing text have no end: kernels stop at the last key a row may see.
+NO_END = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanArrays:
+    """The step's row groups and KV ranges as flat arrays.
+
+    Attributes:
+        group_ranges: int64 `[num_groups]`, range of each group.
+        group_starts: int64 `[num_groups]`, first query token.
+        group_sizes: int64 `[num_groups]`, number of query tokens; at least 1.
+        group_deltas: int64 `[num_groups]`, position_delta.
+        range_tokens: int64 `[num_ranges]`, tokens of each range; at least 1 for every range a group names.
+        range_firsts: int64 `[num_ranges]`, position at which token 0 was stored.
+        range_turned: bool `[num_ranges]`, keys are stored turned.
+        range_tables: int64 `[num_ranges]`, where the range's block table starts in `blocks`.
+        blocks: int32, block tables of all ranges.
+    """
+
+    group_ranges: np.ndarray
+    group_starts: np.ndarray
+    group_sizes: np.ndarray
+    group_deltas: np.ndarray
+    range_tokens: np.ndarray
+    range_firsts: np.ndarray
+    range_turned: np.ndarray
+    range_tables: np.ndarray
+    blocks: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSpec:
+    """What shapes a layout.
+
+    Attributes:
+        num_kv_heads: KV heads of the layer; every task runs once per KV head.
+        group: Query heads per KV head; they are rows of a tile.
+        block_size: Tokens per KV block; a power of two.
+        sliding_window: Of the layer, tokens, or None.
+        decode: Tiles of shared_decode.
+        prefill: Tiles of chunk_prefill.
+        num_programs: Programs the device runs at once.
+        prefill_min_tokens: Query tokens from which a group goes to chunk_prefill.
+    """
+
+    num_kv_heads: int
+    group: int
+    block_size: int
+    sliding_window: int | None
+    decode: TileShape
+    prefill: TileShape
+    num_programs: int
+    prefill_min_tokens: int
+
+
+class PartRows(Protocol):
+    """Rows whose partial states need numbers: `row_tokens[i]` has `row_parts[i]` of them.
+
+    A row alone on its token with one part may write the output itself; it is asked by `settle`, told how often each
+    token occurs, and answers with its final part counts. `place` then receives the first part of each row.
+    """
+
+    row_tokens: np.ndarray
+
+    def settle(self, rows_per_token: np.ndarray) -> np.ndarray: ...
+
+    def place(self, first_parts: np.ndarray) -> None: ...
+
+
+def number_parts(num_tokens: int, layouts: Sequence[PartRows]) -> tuple[int, np.ndarray, np.ndarray]:
+    """Number partial states so that those of one token are consecutive.
+
+    Returns:
+        Number of parts; tokens to merge (those with parts, and those no row belongs to, whose output is 0); first part
+        of each merge, with the end of the last one appended.
+    """
+    tokens = np.concatenate([layout.row_tokens for layout in layouts])
+    rows_per_token = np.bincount(tokens, minlength=num_tokens)
+    parts = [layout.settle(rows_per_token) for layout in layouts]
+    row_parts = np.concatenate(parts)
+    is_sorted = bool((tokens[1:] >= tokens[:-1]).all())
+    order = np.arange(len(tokens)) if is_sorted else np.argsort(tokens, kind="stable")
+    ends = np.cumsum(row_parts[order])
+    first_parts = np.empty_like(ends)
+    first_parts[order] = ends - row_parts[order]
+    start = 0
+    for layout, counts in zip(layouts, parts, strict=True):
+        layout.place(first_parts[start : start + len(counts)])
+        start += len(counts)
+    parts_per_token = np.bincount(tokens, weights=row_parts, minlength=num_tokens).astype(np.int64)
+    merge_tokens = np.flatnonzero((parts_per_token > 0) | (rows_per_token == 0))
+    merge_starts = np.concatenate(([0], np.cumsum(parts_per_token[merge_tokens])))
+    return int(merge_starts[-1]), merge_tokens, merge_starts
+
+
+def concatenated_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return `start, start + 1, ...` (`count` of them) for every pair, one after the other."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    shifts: np.ndarray = np.repeat(starts - ends + counts, counts)
+    return np.arange(total) + shifts

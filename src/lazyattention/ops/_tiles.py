@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile shapes of the kernels by GPU and head_dim: measured once, kept here, never searched for at run time."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from lazyattention.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How a kernel cuts its work.
+
+    Attributes:
+        tile_m: Query rows times query heads per KV head in one program; a power of two, at least 16.
+        tile_kv: Keys per step of its loop; a power of two, at least 16.
+        num_warps: Warps per program.
+        num_stages: Depth of the load pipeline.
+    """
+
+    tile_m: int
+    tile_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tile shapes for one head_dim.
+
+    Attributes:
+        decode_few: shared_decode when ranges have few rows each.
+        decode_many: shared_decode when many rows share ranges.
+        prefill: chunk_prefill.
+    """
+
+    decode_few: TileShape
+    decode_many: TileShape
+    prefill: TileShape
+
+
+# Largest padded head_dim -> tiles, 16-bit KV.
+_TILES = {
+    64: Tiles(TileShape(16, 128, 4, 3), TileShape(64, 128, 4, 3), TileShape(128, 128, 8, 3)),
+    128: Tiles(TileShape(16, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(128, 64, 8, 3)),
+    256: Tiles(TileShape(16, 32, 4, 3), TileShape(64, 32, 4, 2), TileShape(64, 64, 4, 2)),
+}
+# float32 is for tests: half the keys per step, so that shared memory suffices.
+_FLOAT32_TILES = Tiles(TileShape(16, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 2))
+# The interpreter: small tiles, so that small tests have several.
+_INTERPRETED_TILES = Tiles(TileShape(16, 16, 4, 1), TileShape(32, 16, 4, 1), TileShape(32, 16, 4, 1))
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
+    """Return the tile shapes for heads of this size and dtype.
+
+    Raises:
+        UnsupportedError: No kernel holds heads this large.
+    """
+    if device.type != "cuda":
+        return _INTERPRETED_TILES
+    if dtype.itemsize > 2:
+        return _FLOAT32_TILES
+    padded = max(64, next_power_of_2(head_dim))
+    if padded not in _TILES:
+        raise UnsupportedError(f"head_dim {head_dim} is too large for the GPU kernels, which hold up to {max(_TILES)}")
+    return _TILES[padded]
+
+
+@functools.lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return how many programs of full size the device runs at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

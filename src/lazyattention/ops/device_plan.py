@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device form of an attention plan: flat int32 arrays that kernels index, sent over in one copy.
+
+Built once per step and per kind of layer (heads, head_dim, window). What the kernels find in it:
+
+- shared_decode: `tasks [n, 8]` = row_start, num_rows, first block-table entry, key_start, key_end, first_position,
+  part, 0; `rows [n, 4]` = token, position_delta, first part, 0. Key indices count from the range's first token. A
+  task's keys end at `key_end` or at the last key its rows may see, so a text can grow under an unchanged plan.
+- chunk_prefill: `tiles [n, 8]` = first slot, first block-table entry of the range, key_start, position of the first key,
+  number of keys, position_delta, 0, 0; `tasks [n, 10]` = row_start, num_tokens, token_start, tiles without a mask from
+  .. to, entries of `masked` from .. to, segments from .. to, part (-1 = write the output itself).
+- merge_states: parts of one token are consecutive; merge `i` covers parts `merge_starts[i] : merge_starts[i + 1]`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lazyattention.ops._decode_layout import DecodeLayout, lay_out_decode
+from lazyattention.ops._layout import LayoutSpec, PlanArrays, number_parts
+from lazyattention.ops._prefill_layout import PrefillLayout, lay_out_prefill
+from lazyattention.ops._tiles import TileShape
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTasks:
+    """What one launch of shared_decode works on; arrays are described in the module's docstring."""
+
+    tasks: torch.Tensor
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    num_tasks: torch.Tensor
+    keys_turned: bool
+    shape: TileShape
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTasks:
+    """What one launch of chunk_prefill works on; arrays are described in the module's docstring."""
+
+    tasks: torch.Tensor
+    tiles: torch.Tensor
+    segments: torch.Tensor
+    masked: torch.Tensor
+    part_bases: torch.Tensor
+    blocks: torch.Tensor
+    keys_turned: bool
+    is_contiguous: bool
+    shape: TileShape
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """Everything the kernels of one kind of layer need for one step.
+
+    Attributes:
+        decode: Launches of shared_decode: over turned keys, over unturned keys; only those that have tasks.
+        prefill: Launches of chunk_prefill, likewise.
+        num_parts: Rows of the buffer of partial states.
+        num_merges: int32 `[1]`, merges that are real.
+        merge_tokens: int32 `[max_merges]`.
+        merge_starts: int32 `[max_merges + 1]`.
+    """
+
+    decode: tuple[DecodeTasks, ...]
+    prefill: tuple[PrefillTasks, ...]
+    num_parts: int
+    num_merges: torch.Tensor
+    merge_tokens: torch.Tensor
+    merge_starts: torch.Tensor
+
+
+def build_device_plan(
+    arrays: PlanArrays,
+    positions: np.ndarray,
+    spec: LayoutSpec,
+    device: torch.device,
+    blocks: torch.Tensor | None = None,
+) -> DevicePlan:
+    """Lay out a step for one kind of layer and send it to the device without waiting for it.
+
+    Args:
+        arrays: The step's row groups and ranges.
+        positions: int64 `[num_tokens]`, true positions.
+        spec: Heads, tiles and window of the layer.
+        device: Where the kernels run.
+        blocks: Block tables that are on the device already, or None to send `arrays.blocks`.
+    """
+    layout = lay_out(arrays, positions, spec)
+    buffer = pack(layout, None if blocks is not None else arrays.blocks)
+    return buffer.plan(send(buffer.flat, device), blocks, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A step laid out on the host: decode and prefill work over turned and unturned keys, and the merges."""
+
+    decode: tuple[DecodeLayout, DecodeLayout]
+    prefill: tuple[PrefillLayout, PrefillLayout]
+    num_parts: int
+    merge_tokens: np.ndarray
+    merge_starts: np.ndarray
+
+
+def lay_out(arrays: PlanArrays, positions: np.ndarray, spec: LayoutSpec) -> Layout:
+    """Divide the step between the two kernels and number the partial states."""
+    is_prefill = arrays.group_sizes >= spec.prefill_min_tokens
+    is_turned = arrays.range_turned[arrays.group_ranges]
+    all_turned = bool(is_turned.all())
+    nothing = np.zeros_like(is_prefill)
+    decode = (
+        lay_out_decode(arrays, ~is_prefill if all_turned else ~is_prefill & is_turned, positions, spec, True),
+        lay_out_decode(arrays, nothing if all_turned else ~is_prefill & ~is_turned, positions, spec, False),
+    )
+    prefill = (
+        lay_out_prefill(arrays, is_prefill & is_turned, positions, spec),
+        lay_out_prefill(arrays, nothing if all_turned else is_prefill & ~is_turned, positions, spec),
+    )
+    numbering = number_parts(len(positions), [*decode, *prefill])
+    return Layout(decode, prefill, *numbering)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """A layout as one flat int32 array, and where in it each array lies."""
+
+    flat: np.ndarray
+    offsets: dict[str, tuple[int, int]]
+    num_parts: int
+    prefill_is_contiguous: tuple[bool, bool]
+
+    def plan(self, flat: torch.Tensor, blocks: torch.Tensor | None, spec: LayoutSpec) -> DevicePlan:
+        """Return the plan as views of `flat`, the same array on the device."""
+
+        def view(name: str, columns: int = 0) -> torch.Tensor:
+            start, size = self.offsets[name]
+            part = flat[start : start + size]
+            return part.view(-1, columns) if columns else part
+
+        tables = view("blocks") if blocks is None else blocks
+        counts = view("counts")
+        decode = tuple(
+            DecodeTasks(
+                view(f"decode{i}.tasks", 8), view(f"decode{i}.rows", 4), tables, counts[i : i + 1], i == 0, spec.decode
+            )
+            for i in range(2)
+            if self.offsets[f"decode{i}.tasks"][1]
+        )
+        prefill = tuple(
+            PrefillTasks(
+                view(f"prefill{i}.tasks", 10),
+                view(f"prefill{i}.tiles", 8),
+                view(f"prefill{i}.segments"),
+                view(f"prefill{i}.masked"),
+                view(f"prefill{i}.part_bases"),
+                tables,
+                i == 0,
+                self.prefill_is_contiguous[i],
+                spec.prefill,
+            )
+            for i in range(2)
+            if self.offsets[f"prefill{i}.tasks"][1]
+        )
+        return DevicePlan(decode, prefill, self.num_parts, counts[2:3], view("merge_tokens"), view("merge_starts"))
+
+
+def pack(layout: Layout, blocks: np.ndarray | None, capacities: dict[str, int] | None = None) -> PackedLayout:
+    """Put all arrays of a layout into one, each at a 16-byte border.
+
+    Args:
+        layout: From `lay_out`.
+        blocks: Block tables to send along, or None.
+        capacities: Elements reserved per array; None = as many as there are. Every capacity must suffice.
+    """
+    named = _named_arrays(layout, blocks)
+    offsets: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, array in named.items():
+        size = array.size if capacities is None else capacities[name]
+        assert array.size <= size, name
+        offsets[name] = (end, size)
+        end += -(-size // 4) * 4
+    flat = np.zeros(end, dtype=np.int32)
+    for name, array in named.items():
+        start = offsets[name][0]
+        flat[start : start + array.size] = array.reshape(-1)
+    contiguous = (layout.prefill[0].is_contiguous, layout.prefill[1].is_contiguous)
+    return PackedLayout(flat, offsets, layout.num_parts, contiguous)
+
+
+def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> dict[str, np.ndarray]:
+    named = {
+        "counts": np.array([len(layout.decode[0].tasks), len(layout.decode[1].tasks), len(layout.merge_tokens), 0]),
+        "merge_tokens": layout.merge_tokens,
+        "merge_starts": layout.merge_starts,
+        "blocks": np.empty(0, np.int32) if blocks is None else blocks,
+    }
+    for i in range(2):
+        decode, prefill = layout.decode[i], layout.prefill[i]
+        named |= {f"decode{i}.tasks": decode.tasks, f"decode{i}.rows": decode.rows}
+        named |= {
+            f"prefill{i}.tasks": prefill.tasks,
+            f"prefill{i}.tiles": prefill.tiles,
+            f"prefill{i}.segments": prefill.segments,
+            f"prefill{i}.masked": prefill.masked,
+            f"prefill{i}.part_bases": prefill.part_bases,
+        }
+    return named
+
+
+def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device; from pinned memory and without waiting when that is a GPU."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

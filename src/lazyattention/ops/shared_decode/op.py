@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of few rows per request, rows of many requests stacked over each KV range."""
+
+import torch
+
+from lazyattention.ops._checks import check_shape
+from lazyattention.ops.attend.options import AttendOptions
+from lazyattention.ops.device_plan import DecodeTasks
+from lazyattention.ops.layer_kv import LayerKV, PartialStates
+from lazyattention.ops.rotary import LayerRotary
+from lazyattention.ops.shared_decode.reference import shared_decode_reference
+
+
+def shared_decode(
+    q: torch.Tensor,
+    kv: LayerKV,
+    tasks: DecodeTasks,
+    positions: torch.Tensor,
+    states: PartialStates,
+    rotary: LayerRotary,
+    options: AttendOptions,
+) -> None:
+    """Write one partial state per row and part of its keys. Exact up to rounding; a range is read once for all rows.
+
+    Args:
+        q: `[num_tokens, num_q_heads, head_dim]`, turned at true positions; any strides but the last.
+        kv: The layer's KV; only read.
+        tasks: From the step's device plan; `tasks.shape` is the tile shape it was laid out for.
+        positions: int64 `[num_tokens]`, true positions.
+        states: Written in place, at the parts the rows name.
+        rotary: How this layer's heads turn.
+        options: Scale (positive), window and cap.
+
+    Raises:
+        ValueError: A shape differs from the above, or the scale is not positive.
+
+    Source:
+        Query turning: Xia et al. 2026, arXiv:2606.04302. Differences: rows of several requests share one read, each
+        turned by its own delta.
+    """
+    check_shape("q", q, (positions.shape[0], None, kv.k_cache.shape[3]))
+    check_shape("states.outputs", states.outputs, (None, q.shape[1], kv.v_cache.shape[3]))
+    if options.softmax_scale <= 0:
+        raise ValueError(f"softmax_scale is {options.softmax_scale}, the kernels need a positive one")
+    if q.is_cuda:
+        # Imported here: triton does not come with CPU builds of torch.
+        from lazyattention.ops.shared_decode.kernel import shared_decode_triton
+
+        shared_decode_triton(q, kv, tasks, positions, states, rotary, options)
+    else:
+        shared_decode_reference(q, kv, tasks, positions, states, rotary, options)
