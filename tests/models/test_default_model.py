@@ -46,5 +46,5 @@ def test_reused_documents_equal_recomputed_ones(loaded):
         ordered = [chunks[index] for index in order]
         want = oracle_logits(loaded.model, ordered, question)
         got = reuse_logits(loaded.model, loaded.rotaries, loaded.kv_shapes, ordered, question)
-        assert (got - want).abs().max() < 1e-3
+        assert (got - want).abs().max() < 2e-4  # of logits up to 30; measured 7e-5
         assert torch.equal(got.argmax(-1), want.argmax(-1))
