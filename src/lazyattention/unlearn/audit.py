@@ -39,6 +39,7 @@ UNKNOWN_FROM_PAPER = (
     "optimizer.lr",
     "optimizer.betas",
     "optimizer.rho",
+    "optimizer.clip_target",
     "optimizer.eps",
     "optimizer.weight_decay",
     "optimizer.estimator",

@@ -118,6 +118,9 @@ class OptimizerConfig:
         lr: Peak learning rate.
         betas: Decay of the momentum and of the curvature (adamw: of the squared gradient).
         rho: Sophia's factor of the curvature, the literature's gamma.
+        clip_target: None = rho as given; else rho is set anew after each curvature estimate so that this share of
+            entries is clipped. Ours: on a model that knows the answers by heart the curvature is near 0, a fixed rho
+            clips nearly everything, and the update degenerates to sign-momentum.
         eps: Floor of rho * H (form "max") or addend (form "add").
         weight_decay: Decoupled; applied to trainable entries only.
         estimator: "gnb" = Gauss-Newton-Bartlett with sampled labels; "squared_grad" = the training gradient
@@ -136,6 +139,7 @@ class OptimizerConfig:
     lr: float = 2e-5
     betas: tuple[float, float] = (0.9, 0.95)
     rho: float = 0.04
+    clip_target: float | None = None
     eps: float = 1e-12
     weight_decay: float = 0.0
     estimator: Literal["gnb", "squared_grad"] = "gnb"
@@ -160,6 +164,8 @@ class OptimizerConfig:
         )
         for name in ("rho", "eps", "curvature_factor"):
             _check(getattr(self, name) > 0, f"optimizer.{name}", "positive", getattr(self, name))
+        clip_target = self.clip_target
+        _check(clip_target is None or 0 < clip_target < 1, "optimizer.clip_target", "None or in (0, 1)", clip_target)
         for name in ("weight_decay", "max_grad_norm"):
             _check(getattr(self, name) >= 0, f"optimizer.{name}", "at least 0", getattr(self, name))
         _check(self.hessian_interval >= 1, "optimizer.hessian_interval", "at least 1", self.hessian_interval)

@@ -121,6 +121,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def begin_step(self) -> None:
         """Run once before a step's updates; nothing to do by default."""
 
+    def end_step(self) -> None:
+        """Run once after a step's updates; nothing to do by default."""
+
     def update(self, values: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Move `values` (float32, in place) by one step."""
         raise NotImplementedError
@@ -142,6 +145,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 values = state["master"] if "master" in state else take(param, selection).float()
                 self.update(values, self.gradient(param), state, group)
                 put(param, selection, values)
+        self.end_step()
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
