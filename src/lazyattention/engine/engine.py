@@ -155,10 +155,9 @@ class Engine:
             )
         method = self.default_method if reuse_method is None else REUSE_METHODS[reuse_method]
         timings = Timings(arrival_s=time.monotonic() if arrival_s is None else arrival_s)
-        group = RequestGroup(request_id, layout, params, method, scope, timings, deadline_s)
-        prompt_token_ids = layout.token_ids
+        group = RequestGroup(request_id, layout, layout.token_ids, params, method, scope, timings, deadline_s)
         for index in range(params.n):
-            group.sequences.append(self._new_sequence(group, index, prompt_token_ids))
+            group.sequences.append(self._new_sequence(group, index))
         try:
             for sequence in group.sequences:
                 self.scheduler.add(sequence, self.config.encoding)
@@ -235,7 +234,7 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += batch.num_tokens
         rows = [
-            SamplingRow(s.group.params, s.group.layout.token_ids, s.output_token_ids, s.seed_key) for s in batch.sampled
+            SamplingRow(s.group.params, s.group.prompt_token_ids, s.output_token_ids, s.seed_key) for s in batch.sampled
         ]
         return self.sampler.sample(logits, rows)
 
@@ -338,12 +337,12 @@ class Engine:
                 waited_s = now - group.timings.arrival_s
                 self._fail(group, CapacityError(f"the request's deadline passed after {waited_s:.1f} s; retry later"))
 
-    def _new_sequence(self, group: RequestGroup, index: int, prompt_token_ids: list[int]) -> Sequence:
+    def _new_sequence(self, group: RequestGroup, index: int) -> Sequence:
         params = group.params
         tokenizer: Any = self.loaded.tokenizer
         detokenizer = Detokenizer(
             tokenizer,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=group.prompt_token_ids,
             stop=params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
@@ -354,17 +353,17 @@ class Engine:
             index=index,
             seed_key=seed_key(seed, index),
             detokenizer=detokenizer,
-            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt_token_ids)),
+            max_tokens=min(params.max_tokens, self.max_model_len - len(group.prompt_token_ids)),
             output=CompletionOutput(index, logprobs=None if params.logprobs is None else []),
         )
 
 
 def _snapshot(group: RequestGroup) -> RequestOutput:
-    num_prompt_tokens = group.layout.num_tokens
+    num_prompt_tokens = len(group.prompt_token_ids)
     was_admitted = group.timings.first_scheduled_s is not None
     return RequestOutput(
         request_id=group.request_id,
-        prompt_token_ids=group.layout.token_ids,
+        prompt_token_ids=group.prompt_token_ids,
         outputs=[
             CompletionOutput(
                 index=o.index,

@@ -59,6 +59,7 @@ class RequestGroup:
     Attributes:
         request_id: Unique among live requests.
         layout: The prompt.
+        prompt_token_ids: All its tokens in order.
         params: How to sample.
         method: How stored KV is used.
         scope: The tenant.
@@ -73,6 +74,7 @@ class RequestGroup:
 
     request_id: str
     layout: PromptLayout
+    prompt_token_ids: list[int]
     params: SamplingParams
     method: ReuseMethod
     scope: str
