@@ -40,7 +40,7 @@ class EngineStats:
 
     Attributes:
         num_steps: Forward passes.
-        num_prompt_tokens: Prompt tokens of admitted requests.
+        num_prompt_tokens: Prompt tokens of requests that ran and ended.
         num_computed_tokens: Tokens computed, output included.
         num_output_tokens: Tokens sampled.
         num_finished: Requests that ended, for whatever reason.
@@ -309,6 +309,8 @@ class Engine:
     def _close(self, group: RequestGroup) -> None:
         group.timings.finished_s = time.monotonic()
         self.stats.num_finished += 1
+        if group.timings.first_scheduled_s is not None:
+            self.stats.num_prompt_tokens += len(group.prompt_token_ids)
         del self._groups[group.request_id]
         for document_id in group.forget_at_end:
             self.cache.delete_document(group.scope, document_id)
