@@ -147,7 +147,7 @@ def _add_generation_routes(app: FastAPI) -> None:
 
 def _model_info(context: ServerContext) -> dict[str, Any]:
     model = context.model
-    own = {"max_model_len": model.max_model_len, "reuse_method": context.engine.config.reuse_method}
+    own = {"max_model_len": model.max_model_len, "reuse_method": context.engine.engine.config.reuse_method}
     return {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "lazyattention", **own}
 
 
@@ -207,9 +207,7 @@ def _add_operator_routes(app: FastAPI) -> None:
         """Prometheus metrics of all scopes; for scopes with `is_operator` only."""
         if not tenant_of(request).is_operator:
             raise ForbiddenError("/metrics shows all scopes; this API key's scope is not an operator's")
-        context = context_of(request)
-        await context.note_stored_bytes()
-        return Response(context.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(await context_of(request).metrics_text(), media_type=CONTENT_TYPE)
 
 
 def _add_page(app: FastAPI) -> None:

@@ -111,15 +111,17 @@ def _serve(
     tracer = tracer_to(otlp_endpoint) if otlp_endpoint else None
     with err.status("loading the model") if err.is_terminal else contextlib.nullcontext():
         engine = AsyncEngine(Engine(load_model(model, **model_options), engine_config))
+    name = config.model_name or engine.engine.loaded.name
+    engine.start()
     try:
         run_server(
             engine,
             config,
             tracer=tracer,
-            on_started=lambda url: err.print(f"serving {engine.loaded.name!r} at {url}  (API description: {url}/docs)"),
+            on_started=lambda url: err.print(f"serving {name!r} at {url}  (API description: {url}/docs)"),
         )
     finally:
-        engine.close()
+        engine.stop()
 
 
 def _scopes(key_file: Path | None) -> dict[str, Any]:

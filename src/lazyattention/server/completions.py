@@ -36,7 +36,7 @@ async def prepare_completions(body: CompletionBody, request: Request, context: S
     documents = [resolver.resolve(document) for document in body.documents or ()]
     jobs = []
     for number, prompt in enumerate(body.prompts):
-        layout = await context.text_layout(prompt, documents)
+        layout = await context.text_layout(prompt, documents, tenant_of(request))
         params = to_sampling_params(
             body,
             num_prompt_tokens=layout.num_tokens,
@@ -153,7 +153,7 @@ class CompletionRenderer:
         prompt = self._body.prompts[number]
         if isinstance(prompt, str):
             return prompt
-        return str(self._context.engine.tokenizer.decode(prompt, skip_special_tokens=False))
+        return str(self._context.tokenizer.decode(prompt, skip_special_tokens=False))
 
     def _base(self) -> dict[str, Any]:
         return {

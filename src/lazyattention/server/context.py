@@ -2,9 +2,12 @@
 """What every route works with, made once at start-up."""
 
 import asyncio
+import copy
+import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +15,8 @@ from starlette.requests import Request
 
 from lazyattention import __version__
 from lazyattention.documents.document import Document
+from lazyattention.engine.prompt import PromptBuilder
+from lazyattention.errors import EngineDeadError
 from lazyattention.reuse import PromptLayout
 from lazyattention.server.config import ScopeConfig, ServerConfig
 from lazyattention.server.errors import UnknownModelError
@@ -24,10 +29,12 @@ from lazyattention.server.token_text import TokenText
 
 if TYPE_CHECKING:
     from lazyattention.engine.async_engine import AsyncEngine
+    from lazyattention.engine.engine import Engine
 
 T = TypeVar("T")
 # Tokenising and grammar compilation leave the event loop free; both release the GIL for most of their time.
 _NUM_WORKERS = 4
+_NUM_TOKENIZERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,35 @@ class ModelCard:
     created_s: int
 
 
+class PromptPool:
+    """Prompt builders for worker threads: a tokenizer copy each, since one must not be used by two threads at a time.
+
+    Every scope has builders of its own: what they remember would otherwise show one tenant, by time, what another sent.
+    """
+
+    def __init__(self, engine: "Engine") -> None:
+        """Copies the engine's tokenizer."""
+        self._slots: queue.SimpleQueue[tuple[Any, dict[str, PromptBuilder]]] = queue.SimpleQueue()
+        for _ in range(_NUM_TOKENIZERS):
+            self._slots.put((copy.deepcopy(engine.loaded.tokenizer), {}))
+        self._config = engine.config
+
+    def use(self, scope: str, work: Callable[[PromptBuilder], T]) -> T:
+        """Run `work` with a builder of this scope; waits while all tokenizers are in use."""
+        tokenizer, builders = slot = self._slots.get()
+        try:
+            if scope not in builders:
+                builders[scope] = PromptBuilder(
+                    tokenizer,
+                    max_chunk_len=self._config.cache.max_chunk_len,
+                    documents_place=self._config.documents_place,
+                    chat_template=self._config.chat_template,
+                )
+            return work(builders[scope])
+        finally:
+            self._slots.put(slot)
+
+
 class ServerContext:
     """The server's parts.
 
@@ -71,17 +107,18 @@ class ServerContext:
     def __init__(self, engine: "AsyncEngine", config: ServerConfig, tracer: Any = None) -> None:  # noqa: ANN401  # optional package
         self.engine = engine
         self.config = config
-        self.prompts = engine.prompts
-        self.model = _model_card(engine, config)
+        self._prompts = PromptPool(engine.engine)
+        self.model = _model_card(engine.engine, config)
         self.admission = AdmissionQueue(config.max_running, config.max_waiting)
-        self.metrics = Metrics(engine.describe)
+        self.metrics = Metrics()
         self.metrics.queued.set_function(lambda: self.admission.num_waiting)
         self.generator = Generator(engine, self.admission, self.metrics, tracer)
         self.library = DocumentLibrary()
+        self.tokenizer = engine.engine.loaded.tokenizer
         self.grammars = GrammarCompiler(
-            engine.tokenizer, vocab_size=self.model.vocab_size, eos_token_ids=self.model.eos_token_ids
+            self.tokenizer, vocab_size=self.model.vocab_size, eos_token_ids=self.model.eos_token_ids
         )
-        self.token_text = TokenText(engine.tokenizer)
+        self.token_text = TokenText(self.tokenizer)
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="prompt")
 
     async def in_worker(self, work: Callable[[], T]) -> T:
@@ -104,29 +141,39 @@ class ServerContext:
 
     async def chat_layout(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         documents: Sequence[Document],
-        tools: Sequence[dict[str, Any]] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tenant: ScopeConfig,
     ) -> PromptLayout:
         """Lay out a conversation, off the event loop."""
-        return await self.in_worker(lambda: self.prompts.chat(messages, documents, tools=tools))
+        return await self.in_worker(
+            lambda: self._prompts.use(tenant.name, lambda builder: builder.chat(messages, documents, tools=tools))
+        )
 
-    async def text_layout(self, prompt: str | list[int], documents: Sequence[Document]) -> PromptLayout:
+    async def text_layout(
+        self, prompt: str | list[int], documents: Sequence[Document], tenant: ScopeConfig
+    ) -> PromptLayout:
         """Lay out a plain prompt, off the event loop."""
-        return await self.in_worker(lambda: self.prompts.text(prompt, documents))
+        return await self.in_worker(
+            lambda: self._prompts.use(tenant.name, lambda builder: builder.text(prompt, documents))
+        )
 
     @property
     def status(self) -> str:
         """In one word, for /health."""
-        if self.engine.is_dead:
+        if not self.engine.is_running:
             return "dead"
         return "shutting down" if self.admission.is_closed else "ok"
 
-    async def note_stored_bytes(self) -> None:
-        """Bring the gauge of stored bytes up to date, for all scopes."""
-        for scope in self.config.scopes:
-            infos = await self.engine.list_documents(scope=scope)
-            self.metrics.stored_bytes.labels("device", scope).set(sum(info.num_bytes for info in infos))
+    async def metrics_text(self) -> bytes:
+        """All metrics; those of the engine as they were last while it lived."""
+        with suppress(EngineDeadError):
+            self.metrics.engine_values = await self.engine.stats()
+            for scope in self.config.scopes:
+                infos = await self.engine.list_documents(scope=scope)
+                self.metrics.stored_bytes.labels("device", scope).set(sum(info.num_bytes for info in infos))
+        return self.metrics.text()
 
     def close(self) -> None:
         """Stop the workers."""
@@ -151,9 +198,9 @@ def request_id_of(request: Request) -> str:
     return request_id
 
 
-def _model_card(engine: "AsyncEngine", config: ServerConfig) -> ModelCard:
+def _model_card(engine: "Engine", config: ServerConfig) -> ModelCard:
     loaded = engine.loaded
-    template = engine.config.chat_template or getattr(engine.tokenizer, "chat_template", None)
+    template = engine.config.chat_template or getattr(loaded.tokenizer, "chat_template", None)
     return ModelCard(
         name=config.model_name or loaded.name,
         max_model_len=engine.max_model_len,

@@ -88,7 +88,7 @@ class DocumentRoutes:
         self, document: Document, messages: Sequence[Mapping[str, Any]], request_id: str, tenant: ScopeConfig
     ) -> dict[str, Any]:
         """Compute a document along the very path of a request, so that a request will find it."""
-        layout = await self._context.chat_layout([dict(message) for message in messages], [document], None)
+        layout = await self._context.chat_layout(messages, [document], None, tenant)
         job = Job(
             request_id=request_id,
             layout=layout,

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lazyattention.engine.outputs import RequestOutput
 from lazyattention.engine.sampling_params import SamplingParams
@@ -23,16 +23,16 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompt: PromptLayout,
+        layout: PromptLayout,
         params: SamplingParams,
         *,
         request_id: str,
         scope: str,
         reuse_method: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Run a prompt; one output per step that changed it, the last one `finished`. Closing the iterator aborts."""
+        """Run a prompt; one output per step that changed it, the last one `finished`. An async generator."""
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str) -> bool:
         """End a request early; its iterator gets a last output with finish reason "abort"."""
 
 
@@ -116,18 +116,22 @@ class Generator:
         self._running.add(job.request_id)
         is_finished = False
         last_token_s: float | None = None
-        stream = self._engine.generate(
-            job.layout, job.params, request_id=job.request_id, scope=job.tenant.name, reuse_method=job.reuse_method
-        )
+        options: dict[str, Any] = {
+            "request_id": job.request_id,
+            "scope": job.tenant.name,
+            "reuse_method": job.reuse_method,
+        }
+        stream = cast("AsyncGenerator[RequestOutput, None]", self._engine.generate(job.layout, job.params, **options))
         try:
-            async for output in stream:
-                last_token_s = self._metrics.note_output(output, last_token_s)
-                is_finished = output.finished
-                if output.error is not None:
-                    raise output.error
-                if output.finished and any(one.finish_reason == "abort" for one in output.outputs):
-                    raise self._why_aborted(job)
-                yield output
+            async with aclosing(stream):
+                async for output in stream:
+                    last_token_s = self._metrics.note_output(output, last_token_s)
+                    is_finished = output.finished
+                    if output.error is not None:
+                        raise output.error
+                    if output.finished and any(one.finish_reason == "abort" for one in output.outputs):
+                        raise self._why_aborted(job)
+                    yield output
         finally:
             timer.cancel()
             self._running.discard(job.request_id)

@@ -45,10 +45,17 @@ _PREFIX = "lazyattention_"
 
 
 class Metrics:
-    """All metrics of one server."""
+    """All metrics of one server.
 
-    def __init__(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """`describe` returns the engine's counters and gauges by name; called at each scrape."""
+    Attributes:
+        engine_values: The engine's counters and gauges by name, as of the last scrape.
+        queue_s: Seconds of wait for a place in the engine.
+        queued: Requests that wait for one.
+        stored_bytes: KV of stored documents, by tier and scope.
+    """
+
+    def __init__(self) -> None:
+        self.engine_values: Mapping[str, Any] = {}
         self.registry = CollectorRegistry()
         self.queue_s = self._histogram("queue_seconds", "Wait for a place in the engine.", _QUEUE_BUCKETS_S)
         self._ttft_s = self._histogram("ttft_seconds", "Arrival in the engine to first token.", _TTFT_BUCKETS_S)
@@ -64,7 +71,7 @@ class Metrics:
         self.stored_bytes = Gauge(
             _PREFIX + "store_bytes", "KV of stored documents.", ["tier", "scope"], registry=self.registry
         )
-        self.registry.register(_EngineCollector(describe))
+        self.registry.register(_EngineCollector(lambda: self.engine_values))
 
     def note_http(self, scope: str, route: str, status: int) -> None:
         """Count an HTTP request at its end; status 0 = the client left."""
@@ -113,12 +120,14 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        self._describe = describe
+    def __init__(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        self._values = values
 
     def collect(self) -> Iterator[Metric]:
         """Read the engine's counters now."""
-        values = self._describe()
+        values = self._values()
+        if not values:
+            return
         for name, (metric, text) in _ENGINE_COUNTERS.items():
             yield CounterMetricFamily(_PREFIX + metric, text, value=values[name])
         evictions = CounterMetricFamily(_PREFIX + "store_evictions", "What left the store.", labels=["kind", "reason"])

@@ -64,6 +64,8 @@ class ToolCallParser:
 
     def __init__(self) -> None:
         self._pending = ""
+        # White space before a call is not shown, unless the call turns out to be none.
+        self._gap = ""
         self._is_in_call = False
         self.num_calls = 0
 
@@ -76,21 +78,18 @@ class ToolCallParser:
             if not tag:
                 break
             if not self._is_in_call:
-                plain += before if before.strip() else ""
+                plain += before.rstrip()
+                self._gap = before[len(before.rstrip()) :]
+            elif (call := self._take_call(before)) is not None:
+                calls.append(call)
             else:
-                call = _parse_call(before)
-                if call is not None:
-                    self.num_calls += 1
-                    calls.append(call)
-                else:
-                    plain += f"{BEGIN}{before}{END}"
+                plain += f"{self._gap}{BEGIN}{before}{END}"
             self._is_in_call = not self._is_in_call
             self._pending = after
         if not self._is_in_call:
-            # White space may stand before a call; the beginning of a tag may become one.
-            certain = len(self._pending) - _overlap(self._pending, BEGIN)
-            certain = certain if self._pending[:certain].strip() else 0
-            plain, self._pending = plain + self._pending[:certain], self._pending[certain:]
+            uncertain = _overlap(self._pending, BEGIN)
+            certain = self._pending[: len(self._pending) - uncertain].rstrip()
+            plain, self._pending = plain + certain, self._pending[len(certain) :]
         return plain, calls
 
     def finish(self) -> tuple[str, list[ToolCall]]:
@@ -99,11 +98,13 @@ class ToolCallParser:
         if not self._is_in_call:
             return ("" if self.num_calls and not rest.strip() else rest), []
         self._is_in_call = False
-        call = _parse_call(rest)
-        if call is None:
-            return BEGIN + rest, []
-        self.num_calls += 1
-        return "", [call]
+        call = self._take_call(rest)
+        return ("", [call]) if call is not None else (self._gap + BEGIN + rest, [])
+
+    def _take_call(self, text: str) -> ToolCall | None:
+        call = _parse_call(text)
+        self.num_calls += call is not None
+        return call
 
 
 def _parse_call(text: str) -> ToolCall | None:
