@@ -1,9 +1,14 @@
 """Fixtures for every test: memory nobody wrote is NaN, and random numbers are the same in every run."""
 
+import os
 import sys
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU, kernels run in Triton's interpreter. Triton looks at this when it is first imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazyattention.ops._layout import NO_END, LayoutSpec, PlanArrays, concatenated_ranges
+from lazyattention.ops._layout import NO_END, LayoutSpec, PlanArrays, concatenated_ranges, stable_order
 
 # A part this long hides the start of its program; a longer one would leave too few programs to balance.
 _MAX_PART_KEYS = 1024
@@ -54,8 +54,8 @@ def lay_out_decode(
         nothing = np.empty(0, np.int64)
         return DecodeLayout(nothing, nothing, nothing, np.empty((0, 8), np.int64), np.empty((0, 4), np.int64))
     # Keys stored unturned are turned when read, so rows share a task only at equal deltas.
-    item_keys = ranges if keys_turned else ranges * 2**32 + deltas
-    order = np.argsort(item_keys, kind="stable")
+    item_keys = ranges if keys_turned else ranges * 2**32 + (deltas - deltas.min())
+    order = stable_order(item_keys)
     sorted_keys = item_keys[order]
     starts = np.flatnonzero(np.concatenate(([True], sorted_keys[1:] != sorted_keys[:-1])))
     counts = np.diff(np.append(starts, num_rows))
@@ -85,7 +85,7 @@ def lay_out_decode(
     # Longest first, so that no long task starts last.
     work = np.minimum(part_ends, num_keys[item]) - tasks[:, 3]
     if len(work) > 1 and work.min() != work.max():
-        tasks = tasks[np.argsort(-work, kind="stable")]
+        tasks = tasks[stable_order(work.max() - work)]
 
     rows = np.zeros((num_rows, 4), np.int64)
     rows[:, 0] = tokens[order]

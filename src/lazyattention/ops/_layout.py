@@ -91,7 +91,7 @@ def number_parts(num_tokens: int, layouts: Sequence[PartRows]) -> tuple[int, np.
     parts = [layout.settle(rows_per_token) for layout in layouts]
     row_parts = np.concatenate(parts)
     is_sorted = bool((tokens[1:] >= tokens[:-1]).all())
-    order = np.arange(len(tokens)) if is_sorted else np.argsort(tokens, kind="stable")
+    order = np.arange(len(tokens)) if is_sorted else stable_order(tokens)
     ends = np.cumsum(row_parts[order])
     first_parts = np.empty_like(ends)
     first_parts[order] = ends - row_parts[order]
@@ -109,5 +109,12 @@ def concatenated_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return `start, start + 1, ...` (`count` of them) for every pair, one after the other."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    shifts: np.ndarray = np.repeat(starts - ends + counts, counts)
-    return np.arange(total) + shifts
+    values: np.ndarray = np.arange(total) + np.repeat(starts - ends + counts, counts)
+    return values
+
+
+def stable_order(keys: np.ndarray) -> np.ndarray:
+    """Return the stable order of non-negative keys; numpy sorts 16-bit keys by digits, about ten times as fast."""
+    if len(keys) == 0 or int(keys.max()) < 1 << 16:
+        keys = keys.astype(np.uint16)
+    return np.argsort(keys, kind="stable")

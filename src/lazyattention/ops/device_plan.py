@@ -165,13 +165,19 @@ class PackedLayout:
         return DevicePlan(decode, prefill, self.num_parts, counts[2:3], view("merge_tokens"), view("merge_starts"))
 
 
-def pack(layout: Layout, blocks: np.ndarray | None, capacities: dict[str, int] | None = None) -> PackedLayout:
+def pack(
+    layout: Layout,
+    blocks: np.ndarray | None,
+    capacities: dict[str, int] | None = None,
+    max_parts: int | None = None,
+) -> PackedLayout:
     """Put all arrays of a layout into one, each at a 16-byte border.
 
     Args:
         layout: From `lay_out`.
         blocks: Block tables to send along, or None.
         capacities: Elements reserved per array; None = as many as there are. Every capacity must suffice.
+        max_parts: Rows to reserve in the buffer of partial states; None = as many as there are.
     """
     named = _named_arrays(layout, blocks)
     offsets: dict[str, tuple[int, int]] = {}
@@ -186,7 +192,7 @@ def pack(layout: Layout, blocks: np.ndarray | None, capacities: dict[str, int] |
         start = offsets[name][0]
         flat[start : start + array.size] = array.reshape(-1)
     contiguous = (layout.prefill[0].is_contiguous, layout.prefill[1].is_contiguous)
-    return PackedLayout(flat, offsets, layout.num_parts, contiguous)
+    return PackedLayout(flat, offsets, layout.num_parts if max_parts is None else max_parts, contiguous)
 
 
 def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> dict[str, np.ndarray]:

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans for the kernels from state kept between steps, so that a step costs what changed since the last one.
+
+The engine tells the builder of KV ranges and requests as they come, grow and go; `step` then only concatenates arrays.
+While the same requests decode one token each, nothing but positions and slots is new, and the device keeps its tasks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lazyattention.ops._layout import PlanArrays
+from lazyattention.ops.device_plan import send
+from lazyattention.ops.plan import AttentionPlan, plan_of_arrays
+
+# A text may outgrow the parts it was cut into by this many steps before it is cut anew.
+_MAX_STEPS_PER_LAYOUT = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestRows:
+    """What each new token of one request looks at; made anew when the request's ranges change.
+
+    Attributes:
+        range_ids: int64 `[num_spans]`, from `PlanBuilder.add_range`.
+        deltas: int64 `[num_spans]`, position_delta of each.
+    """
+
+    range_ids: np.ndarray
+    deltas: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """One step on the host.
+
+    Attributes:
+        arrays: Row groups and ranges.
+        positions: int64 `[num_tokens]`.
+        slot_mapping: int64 `[num_tokens]`.
+        store_turns: int64 `[num_tokens]` or None.
+        version: Steps with equal versions have the same layout.
+    """
+
+    arrays: PlanArrays
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    store_turns: np.ndarray | None
+    version: int
+
+
+@dataclass(slots=True)
+class _Ranges:
+    """Ranges by id, in arrays that double when full."""
+
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
+    firsts: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
+    turned: np.ndarray = field(default_factory=lambda: np.ones(1024, bool))
+    tables: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
+    table_sizes: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
+
+    def grow(self) -> None:
+        for name in ("tokens", "firsts", "turned", "tables", "table_sizes"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+
+
+class PlanBuilder:
+    """Keeps the running ranges' block tables on host and device, and assembles steps.
+
+    Not thread-safe: the engine's thread owns it. `add_range`, `grow_range` and `drop_range` may be called in any order
+    between steps; a dropped id is used again.
+    """
+
+    def __init__(self, *, block_size: int, device: torch.device | str, table_entries: int = 1 << 16) -> None:
+        """Start without ranges.
+
+        Args:
+            block_size: Tokens per KV block.
+            device: Where plans go.
+            table_entries: Block-table entries to reserve; `blocks` moves to a larger place when they are used up.
+        """
+        self._block_size = block_size
+        self._device = torch.device(device)
+        self._ranges = _Ranges()
+        self._free_ids: list[int] = []
+        self._num_ids = 0
+        self._host_blocks = np.zeros(table_entries, np.int32)
+        self._end = 0
+        self._free_tables: dict[int, list[int]] = {}
+        self._dirty: list[np.ndarray] = []
+        self.blocks = torch.zeros(table_entries, dtype=torch.int32, device=self._device)
+        self._version = 0
+        self._steps_in_version = 0
+        self._structure_changed = True
+        self._last_requests: list[RequestRows] = []
+        self._last_arrays: PlanArrays | None = None
+        self._last_plan: tuple[int, AttentionPlan] | None = None
+
+    def add_range(
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        first_position: int,
+        *,
+        keys_turned: bool = True,
+        max_tokens: int = 0,
+    ) -> int:
+        """Take a range and return its id.
+
+        Args:
+            block_ids: As in `KVRange`, as the next three.
+            num_tokens: Tokens that are there; 0 is allowed.
+            first_position: Position at which token 0 was stored.
+            keys_turned: Keys are stored turned.
+            max_tokens: Tokens it may grow to without its block table moving, which costs a new layout.
+        """
+        if self._free_ids:
+            range_id = self._free_ids.pop()
+        else:
+            range_id = self._num_ids
+            self._num_ids += 1
+            if range_id == len(self._ranges.tokens):
+                self._ranges.grow()
+        self._ranges.tokens[range_id] = num_tokens
+        self._ranges.firsts[range_id] = first_position
+        self._ranges.turned[range_id] = keys_turned
+        room = -(-max_tokens // self._block_size)
+        self._place_table(range_id, np.asarray(block_ids, dtype=np.int32), room)
+        return range_id
+
+    def grow_range(self, range_id: int, num_tokens: int, new_block_ids: Sequence[int] = ()) -> None:
+        """Tell of a range's new length and of blocks appended to it."""
+        old_tokens = int(self._ranges.tokens[range_id])
+        self._ranges.tokens[range_id] = num_tokens
+        if len(new_block_ids):
+            start, used = int(self._ranges.tables[range_id]), -(-old_tokens // self._block_size)
+            end = used + len(new_block_ids)
+            if end <= self._ranges.table_sizes[range_id]:
+                self._host_blocks[start + used : start + end] = new_block_ids
+                self._dirty.append(np.arange(start + used, start + end))
+            else:
+                table = np.concatenate((self._host_blocks[start : start + used], np.asarray(new_block_ids, np.int32)))
+                self._release_table(range_id)
+                self._place_table(range_id, table)
+
+    def drop_range(self, range_id: int) -> None:
+        """Forget a range. No request of a later step may look at it."""
+        self._release_table(range_id)
+        self._free_ids.append(range_id)
+
+    def step(
+        self,
+        requests: Sequence[RequestRows],
+        query_lens: np.ndarray,
+        positions: np.ndarray,
+        slot_mapping: np.ndarray,
+        *,
+        store_turns: np.ndarray | None = None,
+    ) -> HostStep:
+        """Assemble one step.
+
+        Args:
+            requests: In order of their tokens.
+            query_lens: int64 `[num_requests]`, new tokens of each.
+            positions: int64 `[num_tokens]`, true positions; consecutive within a request.
+            slot_mapping: int64 `[num_tokens]`, -1 = do not store.
+            store_turns: int64 `[num_tokens]`: turn new keys by this before storing, or None.
+        """
+        self._send_tables()
+        if not self._is_unchanged(requests, query_lens):
+            self._last_arrays = self._assemble(requests, query_lens)
+            self._last_requests = list(requests)
+            self._version += 1
+            self._steps_in_version = 0
+            self._structure_changed = int(query_lens.max(initial=0)) > 1
+        self._steps_in_version += 1
+        assert self._last_arrays is not None
+        if store_turns is not None and not store_turns.any():
+            store_turns = None
+        return HostStep(self._last_arrays, positions, slot_mapping, store_turns, self._version)
+
+    def plan(self, step: HostStep) -> AttentionPlan:
+        """Return a step's plan; it shares the device's tasks with the last plan of the same version."""
+        plan = plan_of_arrays(
+            step.arrays,
+            step.positions,
+            step.slot_mapping,
+            block_size=self._block_size,
+            store_turns=step.store_turns,
+            device=self._device,
+            blocks=self.blocks,
+        )
+        if self._last_plan is not None and self._last_plan[0] == step.version:
+            plan._device_plans = self._last_plan[1]._device_plans
+        self._last_plan = (step.version, plan)
+        return plan
+
+    def _is_unchanged(self, requests: Sequence[RequestRows], query_lens: np.ndarray) -> bool:
+        return (
+            not self._structure_changed
+            and self._steps_in_version < _MAX_STEPS_PER_LAYOUT
+            and len(requests) == len(self._last_requests)
+            and int(query_lens.max(initial=0)) == 1
+            and all(a is b for a, b in zip(requests, self._last_requests, strict=True))
+        )
+
+    def _assemble(self, requests: Sequence[RequestRows], query_lens: np.ndarray) -> PlanArrays:
+        spans = np.fromiter((len(request.range_ids) for request in requests), np.int64, len(requests))
+        starts = np.cumsum(query_lens) - query_lens
+        range_ids = np.concatenate([request.range_ids for request in requests])
+        group_arrays = (
+            range_ids,
+            np.repeat(starts, spans),
+            np.repeat(query_lens, spans),
+            np.concatenate([request.deltas for request in requests]),
+        )
+        is_real = (self._ranges.tokens[range_ids] > 0) & (group_arrays[2] > 0)
+        if not is_real.all():
+            group_arrays = tuple(array[is_real] for array in group_arrays)
+        num_ids = self._num_ids
+        return PlanArrays(
+            *group_arrays,
+            range_tokens=self._ranges.tokens[:num_ids],
+            range_firsts=self._ranges.firsts[:num_ids],
+            range_turned=self._ranges.turned[:num_ids],
+            range_tables=self._ranges.tables[:num_ids],
+            blocks=self._host_blocks,
+        )
+
+    def _place_table(self, range_id: int, table: np.ndarray, room: int = 0) -> None:
+        """Copy a block table into a free place of a power-of-two size, so that texts can grow in place."""
+        size = 1 << max(0, len(table) - 1, room - 1).bit_length()
+        free = self._free_tables.get(size)
+        if free:
+            start = free.pop()
+        else:
+            start = self._end
+            self._end += size
+            if self._end > len(self._host_blocks):
+                self._enlarge()
+        self._host_blocks[start : start + len(table)] = table
+        self._ranges.tables[range_id] = start
+        self._ranges.table_sizes[range_id] = size
+        self._dirty.append(np.arange(start, start + len(table)))
+        self._structure_changed = True
+
+    def _release_table(self, range_id: int) -> None:
+        size = int(self._ranges.table_sizes[range_id])
+        self._free_tables.setdefault(size, []).append(int(self._ranges.tables[range_id]))
+        self._structure_changed = True
+
+    def _enlarge(self) -> None:
+        size = 2 * len(self._host_blocks)
+        while size < self._end:
+            size *= 2
+        self._host_blocks = np.concatenate((self._host_blocks, np.zeros(size - len(self._host_blocks), np.int32)))
+        self.blocks = torch.zeros(size, dtype=torch.int32, device=self._device)
+        self._dirty = [np.arange(self._end)]
+
+    def _send_tables(self) -> None:
+        if self._dirty:
+            index = np.unique(np.concatenate(self._dirty))
+            sent = send(np.stack((index, self._host_blocks[index])), self._device)
+            self.blocks.index_copy_(0, sent[0], sent[1].to(torch.int32))
+            self._dirty = []

@@ -1,0 +1,137 @@
+"""Plans built from kept state equal plans made from scratch, step after step."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazyattention.ops import AttentionMetadata, run
+from lazyattention.ops.attention import layout_spec
+from lazyattention.ops.layer_kv import LayerKV
+from lazyattention.ops.static_plan import StaticCapacity, StaticPlan
+from tests.ops.decoding import Decoding
+from tests.ops.layouts import rotary_of
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 400
+
+
+class Layer:
+    """One layer's memory and inputs; two copies, so that both plans store into their own."""
+
+    def __init__(self, max_tokens=64):
+        generator = torch.Generator().manual_seed(0)
+        shape = (NUM_BLOCKS, BLOCK_SIZE, 2, 16)
+        k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        self.caches = [(k.clone(), v.clone()) for _ in range(2)]
+        self.q = torch.randn(max_tokens, 4, 16, generator=generator, dtype=torch.float64)
+        self.k, self.v = (torch.randn(max_tokens, 2, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+        self.rotary = rotary_of(16)
+
+    def run(self, plan, which, window=None):
+        metadata = AttentionMetadata(plan, [self.caches[which]], [self.rotary])
+        count = plan.num_tokens
+        return run(
+            self.q[:count], self.k[:count], self.v[:count], metadata, 0, softmax_scale=0.3, sliding_window=window
+        )
+
+    def spec(self, window=None):
+        return layout_spec(self.q, LayerKV(*self.caches[0]), BLOCK_SIZE, window)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    actions=st.lists(st.sampled_from(["decode", "decode", "decode", "arrive", "leave", "prefill"]), max_size=12),
+    keys_turned=st.booleans(),
+)
+def test_any_course_of_steps_equals_plans_from_scratch(seed, actions, keys_turned):
+    decoding = Decoding(
+        seed, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16, 33, 1), keys_turned=keys_turned
+    )
+    layer = Layer()
+    decoding.add(2, 6)
+    decoding.add(4, 1)
+    for action in [*actions, "decode"]:
+        query_lens = None
+        if action == "arrive" and len(decoding.requests) < 6:
+            decoding.add(int(decoding.rng.integers(0, 5)), int(decoding.rng.integers(0, 9)))
+        elif action == "leave" and len(decoding.requests) > 1:
+            decoding.remove(next(iter(decoding.requests)))
+        elif action == "prefill":
+            query_lens = decoding.rng.integers(1, 9, len(decoding.requests))
+        step, scratch = decoding.step(query_lens)
+        got = layer.run(decoding.builder.plan(step), 0)
+        torch.testing.assert_close(got, layer.run(scratch, 1), rtol=1e-6, atol=1e-6)
+
+
+def test_device_tasks_are_kept_while_only_positions_change():
+    decoding = Decoding(0, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16))
+    layer = Layer()
+    decoding.add(2, 5, max_tokens=40)
+    decoding.add(1, 6, max_tokens=40)
+    plans = []
+    for _ in range(3):
+        step, scratch = decoding.step()
+        plans.append(decoding.builder.plan(step))
+        torch.testing.assert_close(layer.run(plans[-1], 0), layer.run(scratch, 1), rtol=1e-6, atol=1e-6)
+    assert plans[1].device_plan(layer.spec()) is plans[2].device_plan(layer.spec())
+    decoding.add(2, 3)
+    assert decoding.builder.plan(decoding.step()[0]).device_plan(layer.spec()) is not plans[2].device_plan(layer.spec())
+
+
+def test_full_block_tables_move_and_plans_follow():
+    decoding = Decoding(0, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(60,), table_entries=4)
+    layer = Layer()
+    for _ in range(5):
+        decoding.add(1, 9)
+        step, scratch = decoding.step()
+        got = layer.run(decoding.builder.plan(step), 0)
+        torch.testing.assert_close(got, layer.run(scratch, 1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_static_plan_runs_each_loaded_step_in_place(window):
+    decoding = Decoding(1, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16, 33), table_entries=4096)
+    layer = Layer()
+    capacity = StaticCapacity(num_tokens=6, max_rows=40, max_tasks=60, max_parts=200)
+    static = StaticPlan(capacity, [layer.spec(window)], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+    pointers = [
+        static.plan.positions.data_ptr(),
+        static.plan.device_plan(layer.spec(window)).decode[0].tasks.data_ptr(),
+    ]
+    keys = [decoding.add(2, 5)]
+    for round_ in range(9):
+        if round_ in (2, 4, 5):
+            keys.append(decoding.add(3, round_))
+        if round_ == 7:
+            decoding.remove(keys.pop(0))
+        step, scratch = decoding.step()
+        assert static.load(step, decoding.builder.blocks)
+        got = layer.run(static.plan, 0, window)
+        torch.testing.assert_close(got[: len(keys)], layer.run(scratch, 1, window), rtol=1e-6, atol=1e-6)
+        assert not got[len(keys) :].any()
+    assert pointers == [
+        static.plan.positions.data_ptr(),
+        static.plan.device_plan(layer.spec(window)).decode[0].tasks.data_ptr(),
+    ]
+
+
+def test_static_plan_refuses_what_does_not_fit():
+    decoding = Decoding(1, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16), table_entries=4096)
+    layer = Layer()
+    decoding.add(2, 5)
+    decoding.add(2, 5)
+    step, _ = decoding.step()
+    enough = {"num_tokens": 2, "max_rows": 6, "max_tasks": 20, "max_parts": 20}
+    for too_small in ("num_tokens", "max_rows", "max_tasks", "max_parts"):
+        capacity = StaticCapacity(**{**enough, too_small: 1})
+        static = StaticPlan(capacity, [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+        assert not static.load(step, decoding.builder.blocks), too_small
+    static = StaticPlan(StaticCapacity(**enough), [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+    assert static.load(step, decoding.builder.blocks)
+    assert not static.load(step, decoding.builder.blocks.clone())
+    prefill, _ = decoding.step(np.array([20, 1]))
+    roomy = StaticCapacity(num_tokens=32, max_rows=200, max_tasks=200, max_parts=500)
+    static = StaticPlan(roomy, [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+    assert not static.load(prefill, decoding.builder.blocks)
