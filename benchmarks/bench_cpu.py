@@ -51,7 +51,7 @@ def ask(llm: LLM, documents: list[Document], method: str, max_tokens: int = 1) -
 
 def percentiles(values: list[float]) -> dict[str, float]:
     """Return median, p10 and p90 in milliseconds."""
-    deciles = statistics.quantiles(values, n=10)
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
     return {"median_ms": statistics.median(values) * 1e3, "p10_ms": deciles[0] * 1e3, "p90_ms": deciles[-1] * 1e3}
 
 
@@ -94,10 +94,19 @@ def measure_kv_bytes(llm: LLM, documents: list[Document], rng: random.Random) ->
         peak_blocks = 0
         while engine.has_work:
             engine.step()
-            peak_blocks = max(peak_blocks, engine.cache.pool.num_blocks - engine.cache.pool.num_free)
-        question_blocks = 8 * 4  # instructions, question and answer of each request: at most 4 blocks
-        results[method] = {"peak_blocks": peak_blocks, "times_own_size": (peak_blocks - question_blocks) / own_blocks}
+            peak_blocks = max(peak_blocks, len(document_blocks(llm)))
+        results[method] = {"peak_document_blocks": peak_blocks, "times_own_size": peak_blocks / own_blocks}
     return results
+
+
+def document_blocks(llm: LLM) -> set[int]:
+    """Return the KV blocks that hold documents for the running requests, stored and private ones."""
+    blocks: set[int] = set()
+    for sequence in llm.engine.scheduler.running:
+        for span, source in zip(sequence.spans, sequence.group.layout.spans, strict=True):
+            if source.is_document:
+                blocks.update(span.block_ids, span.chunk.block_ids if span.chunk is not None else ())
+    return blocks
 
 
 def measure_overhead(llm: LLM, documents: list[Document], rng: random.Random) -> dict[str, float]:
