@@ -24,7 +24,7 @@ from lazyattention.unlearn.metrics.progress import Progress
 from lazyattention.unlearn.simu import UnlearnResult, UnlearnSets, run_attribution, unlearn
 
 SCHEMA = "lazyattention.unlearn.comparison/1"
-# A bound that never stops a run: the trajectory is wanted whole.
+# A bound that never stops a run: only the level does.
 _NO_BOUND = 1e9
 _METRIC_KEYS = {"loss": "mean_nll"}
 
@@ -73,6 +73,7 @@ def compare(
     options: CompareOptions,
     *,
     on_result: Callable[[Arm, int, UnlearnResult], Mapping[str, Any]] | None = None,
+    may_start: Callable[[], bool] = lambda: True,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run every arm with every seed and compare utility at matched forgetting.
@@ -81,9 +82,11 @@ def compare(
         load_model: Returns a fresh copy of the original model each time.
         tokenizer: Of the model.
         sets: The same for all arms; a holdout set, unless `options.level` is given.
-        arms: The first is the reference of the differences. Guards that would end a run early are lifted.
+        arms: The first is the reference of the differences. A run ends where it reaches the level; the utility bound
+            is lifted.
         options: See `CompareOptions`.
         on_result: Called after each run, for example to probe the model; what it returns is kept with the run.
+        may_start: Asked before each run; after a no the runs so far are compared. Runs go seed by seed.
         progress: Shows one bar per run.
 
     Returns:
@@ -96,7 +99,9 @@ def compare(
     level = options.level
     for seed in options.seeds:
         for arm in arms:
-            config = _whole_trajectory(arm.config, seed, options)
+            if not may_start():
+                break
+            config = _until_level(arm.config, seed, level, options)
             model = load_model()
             key = repr(config.attribution) + repr(config.neurons.dual != "keep")
             if config.needs_attribution and key not in scores:
@@ -114,7 +119,8 @@ def compare(
             if on_result is not None:
                 runs[-1] |= on_result(arm, seed, result)
             del model, result
-    assert level is not None
+    if level is None:
+        raise ConfigError("no run was started, so there is nothing to compare")
     return {
         "schema": SCHEMA,
         "level_metric": options.level_metric,
@@ -128,9 +134,10 @@ def compare(
     }
 
 
-def _whole_trajectory(config: UnlearnConfig, seed: int, options: CompareOptions) -> UnlearnConfig:
+def _until_level(config: UnlearnConfig, seed: int, level: float | None, options: CompareOptions) -> UnlearnConfig:
+    """The arm's options, but a run ends where the level is reached and nowhere else."""
     metric: Any = options.level_metric
-    guards = dataclasses.replace(config.guards, max_utility_drop=_NO_BOUND, target_metric=metric, target=None)
+    guards = dataclasses.replace(config.guards, max_utility_drop=_NO_BOUND, target_metric=metric, target=level)
     return dataclasses.replace(
         config,
         guards=guards,

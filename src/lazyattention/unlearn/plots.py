@@ -48,6 +48,8 @@ def plot_trajectory(training: Mapping[str, Any], max_utility_drop: float) -> str
     )  # fmt: skip
     if training["target"] is not None:
         left.axhline(training["target"], color=_GREY, linestyle="--", label="target")
+    for axes in (left, right):
+        axes.axvline(training["kept_step"], color=_GREY, linewidth=0.8, label="weights kept")
     left.set(xlabel="step", ylabel="loss, nats per token" if metric == "loss" else metric.replace("_", " "))
     right.set(xlabel="step", ylabel="answer tokens predicted, %", ylim=(-3, 103))
     for axes in (left, right):

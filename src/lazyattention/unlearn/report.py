@@ -19,9 +19,15 @@ th { color: #475569; font-weight: 600; } td.n { font-variant-numeric: tabular-nu
 .decision { padding: .8rem 1rem; border-left: 5px solid #15803d; background: #f0fdf4; margin: 1rem 0; }
 .decision.bad { border-color: #b91c1c; background: #fef2f2; } .decision.open { border-color: #b45309; background: #fffbeb; }
 .note { color: #475569; font-size: .9rem; } .warn { border-left: 5px solid #b45309; background: #fffbeb; padding: .6rem 1rem; }
-code { font-size: .86rem; overflow-wrap: anywhere; } svg { max-width: 100%; height: auto; }
+code { font-size: .86rem; overflow-wrap: anywhere; } svg { width: 100%; height: auto; }
+table.even { table-layout: fixed; } td { overflow-wrap: anywhere; }
 details { margin: .5rem 0; } summary { cursor: pointer; color: #1d4ed8; } ul { padding-left: 1.2rem; }
 """
+
+
+# Longer answers are cut in the page; results.json has them whole.
+_MAX_ANSWER_CHARS = 240
+_PROBE_METRICS = ("extraction_strength", "exact_memorization", "answer_probability", "rouge_l")
 
 
 def write_report(record: Mapping[str, Any], folder: Path) -> Path:
@@ -82,14 +88,18 @@ def _number(value: Any) -> str:  # noqa: ANN401
     return f"{value:,}" if isinstance(value, int) else _e(value)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], kind: str = "") -> str:
     cells = "".join(f"<th>{_e(name)}</th>" for name in head)
     lines = "".join(
         "<tr>" + "".join(f"<td class=n>{_number(v)}</td>" if not isinstance(v, str) else f"<td>{_e(v)}</td>" for v in row)
         + "</tr>"
         for row in rows
     )  # fmt: skip
-    return f"<table><tr>{cells}</tr>{lines}</table>"
+    return f"<table class='{kind}'><tr>{cells}</tr>{lines}</table>"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_ANSWER_CHARS else text[:_MAX_ANSWER_CHARS] + " …"
 
 
 def _decision(decision: Mapping[str, Any]) -> str:
@@ -139,8 +149,8 @@ def _answers(answers: Mapping[str, Sequence[Mapping[str, str]]] | None) -> str:
         "(run with no answers) before the report is passed on.</p>"
     ]
     for name, rows in answers.items():
-        lines = [(row["question"], row["expected"], row["before"], row["after"]) for row in rows]
-        parts.append(f"<h3>{_e(name)} set</h3>" + _table(("question", "expected", "before", "after"), lines))
+        lines = [tuple(_short(row[key]) for key in ("question", "expected", "before", "after")) for row in rows]
+        parts.append(f"<h3>{_e(name)} set</h3>" + _table(("question", "expected", "before", "after"), lines, "even"))
     return "".join(parts)
 
 
@@ -154,11 +164,12 @@ def _probes(report: Mapping[str, Any] | None) -> str:
     for name, probe in report["probes"].items():
         for split, after in probe["after"].items():
             before = probe["before"].get(split, {})
-            for metric in ("extraction_strength", "exact_memorization", "answer_probability", "rouge_l"):
-                if isinstance(after.get(metric), float):
-                    rows.append((name, split, metric, before.get(metric), after[metric]))
-    intro = "<p class=note>Of the unlearned model: “before” and “after” are before and after the attack.</p>"
-    return "<h2>Probes</h2>" + intro + _table(("probe", "set", "metric", "before", "after"), rows)
+            changes = [f"{_number(before.get(key))} → {_number(after.get(key))}" for key in _PROBE_METRICS]
+            rows.append((name, split, *changes))
+    intro = "<p class=note>Each cell: the unlearned model before → after the attack. On the forget set a rise means that something came back.</p>"
+    skipped = "".join(f"<li>{_e(name)}: it {_e(reason)}</li>" for name, reason in report["skipped"].items())
+    head = ("probe", "set", *(name.replace("_", " ") for name in _PROBE_METRICS))
+    return "<h2>Probes</h2>" + intro + _table(head, rows) + (f"<ul class=note>{skipped}</ul>" if skipped else "")
 
 
 def _comparison(comparison: Mapping[str, Any] | None) -> str:
