@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the kernels on one GPU, then tune and time them; a short table comes last, everything goes to a JSON file.
+
+    PYTHONPATH=src python3 benchmarks/gpu_all.py --out OUT [--parts check,sweep,time] [--minutes 4]
+
+Timing is refused while a check is red. Kernels that later parts need are compiled by a pool of processes meanwhile.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def compile_ahead(job: tuple[str, int, tuple[int, int, int, int]]) -> str:
+    """Launch one kernel once on a tiny problem, so that its binary is in Triton's cache."""
+    import bench_ops
+    import torch
+
+    from lazyattention.ops._tiles import TileShape
+
+    kind, head_dim, numbers = job
+    shape = TileShape(*numbers)
+    try:
+        if kind == "decode":
+            problem = bench_ops.make_problem([((0, 1), 3, 1)] * 2, 2, 512, head_dim=head_dim)
+            spec = problem.spec(decode=shape)
+        else:
+            problem = bench_ops.prefill_problem(64, 1024, head_dim=head_dim)
+            spec = problem.spec(prefill=shape)
+        problem.launches(spec)[1]["attend"]()
+        torch.cuda.synchronize()
+    except Exception as error:  # a shape that does not fit is found again, and recorded, by the sweep
+        return f"{job}: {error!r}"[:150]
+    return ""
+
+
+def provenance() -> dict[str, str]:
+    """Say on what this was measured."""
+    import bench_ops
+    import torch
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "host": bench_ops.host_name(),
+        "commit": commit or os.environ.get("COMMIT", ""),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def run_checks(out: Path, workers: int) -> bool:
+    """Run the GPU tests, compiling in parallel; True when green."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    command += ["-n", str(workers), "--maxfail=12", "--tb=short"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (out / "tests.log").write_text(done.stdout + done.stderr)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+    print("\n".join(lines[:40]))
+    print(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:], flush=True)
+    return done.returncode == 0
+
+
+def main() -> None:
+    """Run the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default="check,sweep,time")
+    parser.add_argument("--minutes", type=float, default=4.0, help="sweeps stop early rather than exceed this")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--force", action="store_true", help="time even when a check is red")
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    deadline = time.monotonic() + arguments.minutes * 60
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    import bench_ops
+
+    jobs = []
+    if "sweep" in parts:
+        for head_dim in (128, 64, 256):
+            jobs += [
+                ("decode", head_dim, (s.tile_m, s.tile_kv, s.num_warps, s.num_stages))
+                for s in bench_ops.decode_shapes(head_dim)
+            ]
+            jobs += [
+                ("prefill", head_dim, (s.tile_m, s.tile_kv, s.num_warps, s.num_stages))
+                for s in bench_ops.prefill_shapes(head_dim)
+            ]
+    results: dict = {}
+    started = time.monotonic()
+
+    def mark(what: str) -> None:
+        print(f"[{time.monotonic() - started:6.1f} s] {what}", flush=True)
+        (arguments.out / "ops.json").write_text(json.dumps(results, indent=1))
+
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(arguments.workers) as pool:
+        pending = pool.imap_unordered(compile_ahead, jobs)
+        green = run_checks(arguments.out, arguments.workers) if "check" in parts else True
+        results["checks_green"] = green
+        mark("checks")
+        if jobs:
+            troubles = []
+            for _ in jobs:
+                try:
+                    troubles.append(pending.next(timeout=max(1.0, deadline - time.monotonic() - 100)))
+                except multiprocessing.TimeoutError:
+                    break
+            results["did_not_compile"] = [trouble for trouble in troubles if trouble]
+            mark(f"compiled {len(troubles)} of {len(jobs)}, without success {len(results['did_not_compile'])}")
+        pool.terminate()
+    if not green and not arguments.force:
+        print("checks are red: nothing is timed")
+        return
+    results["provenance"] = provenance()
+    results["ceilings"] = bench_ops.ceilings()
+    print(results["ceilings"])
+    if "time" in parts:
+        measure(results, mark)
+    if "sweep" in parts:
+        for head_dim in (128, 64, 256):
+            results[f"sweep_decode_{head_dim}"] = bench_ops.sweep_decode(
+                head_dim, bench_ops.decode_shapes(head_dim), deadline
+            )
+            results[f"sweep_prefill_{head_dim}"] = bench_ops.sweep_prefill(
+                head_dim, bench_ops.prefill_shapes(head_dim), deadline
+            )
+            mark(f"sweep {head_dim}")
+        print_sweeps(results)
+    if "time" in parts:
+        print_results(results)
+    mark("done")
+
+
+def measure(results: dict, mark: object) -> None:
+    """Time every row of the table."""
+    import bench_ops
+
+    steps = {
+        "decode": lambda: bench_ops.bench_decode(results["ceilings"]["read_tb_s"]),
+        "prefill": lambda: bench_ops.bench_prefill(
+            [(128, 8192), (128, 65536), (512, 8192), (512, 32768), (2048, 8192), (2048, 32768), (2048, 65536)]
+        ),
+        "prefill_variants": bench_ops.bench_prefill_variants,
+        "copies": lambda: bench_ops.bench_copies(results["ceilings"]["copy_tb_s"]),
+        "plan": bench_ops.bench_plan,
+        "run": bench_ops.bench_run,
+    }
+    for name, step in steps.items():
+        try:
+            results[name] = step()
+        except Exception as error:  # one broken row must not cost the others
+            import traceback
+
+            results[name] = {"error": repr(error)}
+            traceback.print_exc()
+        mark(name)  # type: ignore[operator]
+
+
+def print_sweeps(results: dict) -> None:
+    """Print the best shapes per problem."""
+    for name, rows in results.items():
+        if not name.startswith("sweep_"):
+            continue
+        keys = [key for key in (rows[0] if rows else {}) if key not in ("tile_m", "tile_kv", "num_warps", "num_stages")]
+        for key in keys:
+            timed = [row for row in rows if isinstance(row.get(key), float)]
+            timed.sort(key=lambda row: row[key], reverse="prefill" in name)
+            best = [
+                f"({r['tile_m']},{r['tile_kv']},{r['num_warps']},{r['num_stages']}) {r[key]:.4g}" for r in timed[:5]
+            ]
+            print(f"{name} {key} [{len(timed)}/{len(rows)}]: " + " | ".join(best))
+
+
+def print_results(results: dict) -> None:
+    """Print the short table."""
+    for row in results.get("decode", []):
+        if not isinstance(row, dict):
+            continue
+        print(
+            f"decode {row['requests']:>3} a={row['alpha']}: floor {row['floor_ms']:.3f} ms;"
+            + "".join(
+                f" {name}: attend {row[name]['attend']:.3f} + merge {row[name]['merge']:.3f} = {row[name]['all']:.3f}"
+                f" ({row[name]['of_read_bandwidth']:.0%}, {row[name]['tasks']} tasks);"
+                for name in ("many", "few")
+            )
+            + f" without turn {row['many_without_turn_ms']:.3f}; apart {row.get('one_read_per_request_ms')}; stock {row.get('stock_on_copies_ms')}"
+        )
+    for row in results.get("prefill", []):
+        if isinstance(row, dict):
+            print(
+                f"prefill {row['rows']} x {row['keys']}: {row['ms']:.3f} ms {row['tflop_s']:.0f} TFLOP/s, {row['of_stock']:.0%} of stock"
+                f" {row['stock_ms']}; without turn {row['without_turn_ms']:.3f}; {row['tasks']} tasks"
+            )
+    for name in ("prefill_variants", "copies", "plan", "run"):
+        print(
+            name,
+            {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in results.get(name, {}).items()
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
