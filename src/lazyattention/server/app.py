@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from lazyattention import __version__
@@ -48,7 +48,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 _STATIC = Path(__file__).parent / "static"
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-# The page talks to this server only and runs no inline script.
+# The pages talk to this server only and run no inline script.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -73,14 +73,13 @@ def create_app(engine: "AsyncEngine", config: ServerConfig | None = None, *, tra
         yield
         context.close()
 
-    app = FastAPI(title="lazyattention", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="lazyattention", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     _add_error_handlers(app)
     _add_generation_routes(app)
     _add_document_routes(app, DocumentRoutes(context))
     _add_operator_routes(app)
-    if config.playground:
-        _add_page(app)
+    _add_pages(app, has_playground=config.playground)
     describe_api(app, has_keys=config.has_keys)
     app.add_middleware(
         RequestGate,
@@ -210,9 +209,15 @@ def _add_operator_routes(app: FastAPI) -> None:
         return Response(await context_of(request).metrics_text(), media_type=CONTENT_TYPE)
 
 
-def _add_page(app: FastAPI) -> None:
+def _add_pages(app: FastAPI, *, has_playground: bool) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def api_description() -> FileResponse:
+        return FileResponse(_STATIC / "api.html", headers=_PAGE_HEADERS)
+
     @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
+    async def playground() -> Response:
+        if not has_playground:
+            return RedirectResponse("/docs")
         return FileResponse(_STATIC / "index.html", headers=_PAGE_HEADERS)
 
     @app.get("/static/{name}", include_in_schema=False)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput
 from lazyattention.errors import RequestError
 from lazyattention.server import tools
-from lazyattention.server.context import ServerContext, request_id_of, tenant_of
+from lazyattention.server.context import ServerContext, note_for_log, request_id_of, tenant_of
 from lazyattention.server.generation import Job
 from lazyattention.server.inputs import DocumentResolver, to_messages, to_sampling_params
 from lazyattention.server.protocol import ChatBody, JsonObjectFormat, JsonSchemaFormat
@@ -25,6 +25,7 @@ async def prepare_chat(body: ChatBody, request: Request, context: ServerContext)
     Raises:
         LazyAttentionError: The request is refused.
     """
+    note_for_log(request, user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata)
     context.check_model(body.model)
     deadline_s = context.deadline_s(body.deadline_s)
     resolver = DocumentResolver(context.library, tenant_of(request))

@@ -104,7 +104,7 @@ def _serve(
     from lazyattention.engine.async_engine import AsyncEngine
     from lazyattention.engine.engine import Engine
     from lazyattention.models.loader import load_model
-    from lazyattention.server.serve import run_server
+    from lazyattention.server.serve import make_server
     from lazyattention.server.tracing import tracer_to
 
     engine_config = EngineConfig.of(None, **engine_options)
@@ -114,12 +114,13 @@ def _serve(
     name = config.model_name or engine.engine.loaded.name
     engine.start()
     try:
-        run_server(
+        server = make_server(
             engine,
             config,
             tracer=tracer,
             on_started=lambda url: err.print(f"serving {name!r} at {url}  (API description: {url}/docs)"),
         )
+        server.run()
     finally:
         engine.stop()
 

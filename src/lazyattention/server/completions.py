@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput
 from lazyattention.errors import RequestError
-from lazyattention.server.context import ServerContext, request_id_of, tenant_of
+from lazyattention.server.context import ServerContext, note_for_log, request_id_of, tenant_of
 from lazyattention.server.generation import Job
 from lazyattention.server.inputs import DocumentResolver, to_sampling_params
 from lazyattention.server.protocol import CompletionBody
@@ -26,6 +26,7 @@ async def prepare_completions(body: CompletionBody, request: Request, context: S
     Raises:
         LazyAttentionError: The request is refused.
     """
+    note_for_log(request, user=body.user)
     context.check_model(body.model)
     if len(body.prompts) > _MAX_PROMPTS:
         raise RequestError(

@@ -198,6 +198,12 @@ def request_id_of(request: Request) -> str:
     return request_id
 
 
+def note_for_log(request: Request, **notes: object) -> None:
+    """Add what the client said about itself to the request's log line."""
+    given = {name: value for name, value in notes.items() if value is not None}
+    request.scope["state"].setdefault("notes", {}).update(given)
+
+
 def _model_card(engine: "Engine", config: ServerConfig) -> ModelCard:
     loaded = engine.loaded
     template = engine.config.chat_template or getattr(loaded.tokenizer, "chat_template", None)

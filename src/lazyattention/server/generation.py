@@ -2,6 +2,7 @@
 """One prompt's way through admission and engine, with its deadline, its client's presence and the server's end in view."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
@@ -16,6 +17,10 @@ from lazyattention.server.config import ScopeConfig
 from lazyattention.server.errors import DeadlineError, ShuttingDownError
 from lazyattention.server.limits import AdmissionQueue
 from lazyattention.server.metrics import Metrics
+from lazyattention.server.responses import document_report
+from lazyattention.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class Engine(Protocol):
@@ -101,6 +106,10 @@ class Generator:
             raise
         finally:
             self._metrics.note_end(job.tenant.name, last, error)
+            if last is not None and logger.isEnabledFor(logging.DEBUG):
+                report = document_report(last.documents)
+                extra = {"request_id": job.request_id, "scope": job.tenant.name, "documents": report}
+                logger.debug("what was reused", extra=extra)
             if self._tracer is not None:
                 self._tracer.note_end(job, arrival_s, last, error)
 

@@ -7,7 +7,17 @@ import sys
 import time
 from typing import TextIO
 
-_FIELDS = ("request_id", "scope", "status", "duration_s", "client", "documents", "user", "metadata")
+_FIELDS = (
+    "request_id",
+    "scope",
+    "status",
+    "duration_s",
+    "client",
+    "user",
+    "safety_identifier",
+    "metadata",
+    "documents",
+)
 
 
 class JsonFormatter(logging.Formatter):

@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -109,7 +110,7 @@ class RequestGate:
             )
         return b"".join(chunks)
 
-    def _end(self, scope: Scope, state: dict[str, object], status: int, duration_s: float) -> None:
+    def _end(self, scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
         tenant = state.get("tenant")
         name = tenant.name if isinstance(tenant, ScopeConfig) else ""
         route = getattr(scope.get("route"), "path", "other")
@@ -126,13 +127,14 @@ class RequestGate:
                 "status": status,
                 "duration_s": round(duration_s, 4),
                 "client": client[0] if client else None,
+                **state.get("notes", {}),
             },
         )
 
 
 def is_public(path: str) -> bool:
     """True for what needs no key."""
-    return path in _PUBLIC_PATHS or path.startswith(("/static/", "/docs/"))
+    return path in _PUBLIC_PATHS or path.startswith("/static/")
 
 
 def _check_surrogates(body: bytes) -> None:

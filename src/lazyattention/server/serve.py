@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 _CLOSE_S = 5
 
 
-def run_server(
+def make_server(
     engine: "AsyncEngine",
     config: ServerConfig,
     *,
     tracer: Any = None,  # noqa: ANN401  # optional package
     on_started: Callable[[str], None] = lambda url: None,
-) -> None:
-    """Serve until SIGINT or SIGTERM. A second signal ends at once.
+) -> "ApiServer":
+    """Bind the address and build the app; `run()` serves until SIGINT or SIGTERM, a second signal ends at once.
 
     Args:
-        engine: Started; closed by the caller afterwards.
+        engine: Started; stopped by the caller afterwards.
         config: The server's options.
         tracer: From `tracing.py`.
         on_started: Called with the server's address once it accepts connections.
@@ -41,7 +41,6 @@ def run_server(
         ConfigError: The address cannot be listened on, or the certificate cannot be read.
     """
     app = create_app(engine, config, tracer=tracer)
-    listener = _listen(config)
     options = uvicorn.Config(
         app,
         http=_protocol(config.header_timeout_s),
@@ -57,10 +56,7 @@ def run_server(
         options.load()
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"the TLS certificate or key cannot be used: {error}") from error
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    scheme = "https" if config.tls_cert_file else "http"
-    url = f"{scheme}://{host}:{listener.getsockname()[1]}"
-    _Server(options, app.state.context, config.shutdown_grace_s, lambda: on_started(url)).run(sockets=[listener])
+    return ApiServer(options, app.state.context, _listen(config), on_started)
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -79,24 +75,45 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
-    """Tells the app when the end begins and when the grace period is over."""
+class ApiServer(uvicorn.Server):
+    """Tells the app when the end begins and when the grace period is over.
+
+    Attributes:
+        url: Where it listens.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, context: ServerContext, grace_s: float, on_started: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        context: ServerContext,
+        listener: socket.socket,
+        on_started: Callable[[str], None],
     ) -> None:
         super().__init__(config)
         self._context = context
-        self._grace_s = grace_s
+        self._listener = listener
         self._on_started = on_started
+        host, port = listener.getsockname()[:2]
+        self.url = f"{'https' if config.is_ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve; blocks."""
+        super().run(sockets or [self._listener])
+
+    def stop(self) -> None:
+        """Begin the end, as SIGTERM does; from any thread."""
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
         await super().startup(sockets)
-        self._on_started()
+        self._on_started(self.url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running requests end by themselves for a while, then end them with an error."""
         self._context.admission.close()
-        timer = asyncio.get_running_loop().call_later(self._grace_s, self._context.generator.end_all)
+        grace_s = self._context.config.shutdown_grace_s
+        timer = asyncio.get_running_loop().call_later(grace_s, self._context.generator.end_all)
         try:
             await super().shutdown(sockets)
         finally:
