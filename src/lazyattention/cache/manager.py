@@ -275,7 +275,7 @@ class CacheManager:
         token_ids: Sequence[int],
         block_id: int,
         context_len: int,
-        tags: tuple[bytes, ...],
+        tags: frozenset[bytes],
     ) -> PrefixNode | None:
         """Keep a request's full text block for identical prompts: the store takes a reference on it.
 

@@ -32,7 +32,7 @@ class PrefixNode:
     block_id: int
     context_len: int
     children: "set[PrefixNode]" = field(default_factory=set)
-    tags: tuple[bytes, ...] = ()
+    tags: frozenset[bytes] = frozenset()
     num_hits: int = 0
 
 

@@ -25,7 +25,7 @@ class TextChain:
         self._scope = scope
         self._key = root_key
         self._parent: PrefixNode | None = None
-        self._tags: tuple[bytes, ...] = ()
+        self._tags: frozenset[bytes] = frozenset()
         self._span_index = 0
         self._done = 0  # tokens of the current span that are behind the cursor
         self._is_broken = False
@@ -62,7 +62,7 @@ class TextChain:
             span, token_ids = piece
             key = block_key(self._key, token_ids)
             block_id = span.block_ids[self._done // self._cache.block_size]
-            tags = self._tags + self._own_tags()
+            tags = self._tags | self._own_tags()
             context_len = span.start + self._done
             node = self._cache.insert_text(key, self._parent, token_ids, block_id, context_len, tags)
             if node is None:
@@ -85,17 +85,17 @@ class TextChain:
                     return None
             elif span.chunk_key is not None:
                 self._key = boundary_key(self._key, span.chunk_key.digest)
-                self._tags += (span.chunk_key.digest,)
+                self._tags |= {span.chunk_key.digest}
             self._span_index += 1
             self._done = 0
         return None
 
-    def _own_tags(self) -> tuple[bytes, ...]:
+    def _own_tags(self) -> frozenset[bytes]:
         """A document computed as text is tagged, so that deleting it finds this block and what follows."""
         document_id = self._layout.spans[self._span_index].document_id
-        return () if document_id is None else (document_tag(self._scope, document_id),)
+        return frozenset() if document_id is None else frozenset([document_tag(self._scope, document_id)])
 
     def _step(self, key: bytes, node: PrefixNode, num_tokens: int) -> None:
-        self._key, self._parent, self._tags = key, node, ()
+        self._key, self._parent, self._tags = key, node, frozenset()
         self._done += num_tokens
         self.nodes.append(node)
