@@ -82,6 +82,7 @@ _STATE = "linear attention or state-space layers carry a state that cannot be cu
 _KEYWORD = "the model drops unknown keyword arguments, so our attention function would not receive its metadata"
 _ABSOLUTE = "learned absolute positions are added to the input and cannot be turned afterwards"
 _ALIBI = "ALiBi adds a bias per distance instead of rotating; not implemented"
+_WRAPPER = "it wraps a text model together with other inputs; only the text model alone is tested, so save that one"
 _OWN_ATTENTION = "the model has its own attention code and does not call a registered attention function"
 
 # model_type -> reason, for well-known families. It is data for messages: anything unknown is refused as well.
@@ -95,7 +96,10 @@ REFUSED_FAMILIES: Mapping[str, str] = {
     "falcon": _OWN_ATTENTION,
     "falcon_h1": _STATE,
     "falcon_mamba": _STATE,
+    "gemma3": _WRAPPER,
+    "gemma3n": _WRAPPER,
     "gemma3n_text": "layers share the KV of other layers, which the KV pool does not model",
+    "gemma4": _WRAPPER,
     "glm4_moe_lite": _MLA,
     "gpt2": _ABSOLUTE,
     "gpt_bigcode": _ABSOLUTE,
@@ -107,11 +111,13 @@ REFUSED_FAMILIES: Mapping[str, str] = {
     "jamba": _STATE,
     "kimi_linear": _STATE,
     "lfm2": _STATE,
+    "llama4": _WRAPPER,
     "longcat_flash": _MLA,
     "mamba": _STATE,
     "mamba2": _STATE,
     "minicpm3": _MLA,
     "minimax": _STATE,
+    "mistral3": _WRAPPER,
     "mpt": _ALIBI,
     "nemotron": _KEYWORD,
     "nemotron_h": _STATE,
