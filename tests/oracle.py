@@ -56,10 +56,13 @@ class ChunkOracle:
         logits, _ = self._run((*spans[-1].token_ids, *output_token_ids), start, parts)
         return logits[len(spans[-1].token_ids) - 1 :]
 
-    def _run(self, token_ids: Sequence[int], start: int, past: Sequence[LayerKV]) -> tuple[torch.Tensor, list[LayerKV]]:
-        """One causal pass at positions `start ...` over `past`; return its logits, and its own keys and values."""
+    def _run(
+        self, token_ids: Sequence[int], start: int, parts: Sequence[list[LayerKV]]
+    ) -> tuple[torch.Tensor, list[LayerKV]]:
+        """One causal pass at positions `start ...` over earlier parts; return its logits, its own keys and values."""
         cache = DynamicCache()
-        for layer_idx, (k, v) in enumerate(past):
+        for layer_idx, layer in enumerate(zip(*parts, strict=True)):
+            k, v = (torch.cat(tensors, dim=2) for tensors in zip(*layer, strict=True))
             cache.update(k, v, layer_idx)
         positions = torch.arange(start, start + len(token_ids))
         output = self._model(
