@@ -17,14 +17,15 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from lazyattention.engine.llm import LLM
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lazyattention.documents.document import Document
 from lazyattention.documents.readers import read_documents
+from lazyattention.engine.llm import LLM
 from lazyattention.engine.sampling_params import SamplingParams
+from lazyattention.models.loader import load_model
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 COMPARED = ("full_recompute", "prefix", "rotate_query")
@@ -91,9 +92,12 @@ def make_prompts(documents: list[Document], questions: list[dict[str, str]], num
 
 def measure(llm: LLM, reuse_method: str, prompt: Prompt, max_tokens: int) -> Measured:
     """Ask one question greedily."""
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt.question}]
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"\n\nQuestion: {prompt.question}"},  # the documents stand before it
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    output = llm.chat(messages, params, documents=prompt.documents, progress=False)[0]
+    output = llm.chat(messages, params, documents=prompt.documents)[0]
     if output.error is not None:
         raise output.error
     completion = output.outputs[0]
@@ -119,13 +123,11 @@ def run_all(args: argparse.Namespace, prompts: list[Prompt], console: Console) -
     results = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading the model", total=len(methods) * len(prompts))
+        loaded = load_model(args.model, dtype=args.dtype, device=args.device, progress=False)
         for reuse_method in methods:
-            progress.update(task, description=f"{reuse_method}: loading the model")
-            with LLM(
-                args.model, reuse_method=reuse_method, dtype=args.dtype, device=args.device, progress=False
-            ) as llm:
+            with LLM(loaded, reuse_method=reuse_method, progress=False) as llm:  # each starts with nothing stored
                 # One short unrelated question first: the first forward pass of a process pays for its buffers.
-                llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=2), progress=False)
+                llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=2))
                 for prompt in prompts:
                     progress.update(task, description=f"{reuse_method}: {prompt.change}")
                     results.append(measure(llm, reuse_method, prompt, args.max_tokens))
@@ -145,18 +147,18 @@ def print_tables(results: list[Measured], console: Console) -> None:
     ours = [item for item in results if item.reuse_method == "rotate_query"]
     for item in ours:
         console.print(f"[bold]{item.question}[/]  [dim]({item.change})[/]")
-        console.print(f"  {item.answer}", markup=False, highlight=False)
-    table = Table(title="\ntime to first token (prompt tokens computed / reused)", title_justify="left", box=None)
-    table.add_column("documents", style="dim")
+        console.print(f"  {' '.join(item.answer.split())}", markup=False, highlight=False)
+    table = Table(title="\ntime to first token, prompt tokens computed/reused", title_justify="left", box=None)
+    table.add_column("documents", style="dim", no_wrap=True)
     for reuse_method in COMPARED:
         table.add_column(reuse_method, justify="right", no_wrap=True)
     for item in ours:
         cells = []
         for reuse_method in COMPARED:
             of = next(x for x in results if (x.reuse_method, x.question) == (reuse_method, item.question))
-            cells.append(f"{of.ttft_s:6.2f} s  ({of.num_computed_tokens:,} / {of.num_reused_tokens:,})")
+            cells.append(f"{of.ttft_s:.2f} s {of.num_computed_tokens:>5}/{of.num_reused_tokens:<4}")
         table.add_row(item.change, *cells)
-    console.print(table, soft_wrap=True)
+    console.print(table)
 
 
 def summarise(results: list[Measured]) -> dict[str, float]:
@@ -182,16 +184,16 @@ def plot(results: list[Measured], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     changes = [item.change for item in results if item.reuse_method == COMPARED[0]]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for index, (reuse_method, colour) in enumerate(zip(COMPARED, ("#9aa5b1", "#e0a84a", "#2a78c2"), strict=True)):
         items = [item for item in results if item.reuse_method == reuse_method]
         places = [place + (index - 1) * 0.27 for place in range(len(changes))]
         for axis, heights, pattern in (
             (axes[0], [item.ttft_s for item in items], "{:.2g}"),
-            (axes[1], [item.num_computed_tokens for item in items], "{:,.0f}"),
+            (axes[1], [item.num_computed_tokens for item in items], "{:.0f}"),
         ):
             bars = axis.bar(places, heights, 0.25, label=reuse_method, color=colour)
-            axis.bar_label(bars, [pattern.format(height) for height in heights], fontsize=7, padding=1)
+            axis.bar_label(bars, [pattern.format(height) for height in heights], fontsize=6, padding=1)
     axes[0].set_ylabel("time to first token, seconds")
     axes[1].set_ylabel("prompt tokens computed")
     for axis in axes:
