@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from qa_fixtures import qa_model, qa_tokenizer
 
 from lazyattention.errors import ConfigError, RequestError
@@ -13,6 +15,7 @@ from lazyattention.unlearn.data import QAExample, collate, encode_examples, gene
 from lazyattention.unlearn.metrics import METRICS, EvalOptions, evaluate, quick_metrics
 from lazyattention.unlearn.metrics import evaluate as evaluate_function
 from lazyattention.unlearn.metrics.context import EvalContext
+from lazyattention.unlearn.metrics.quick import evenly_spaced
 
 TOKENIZER = qa_tokenizer(chat=True)
 OPTIONS = EvalOptions(max_new_tokens=12)
@@ -260,6 +263,16 @@ def test_quick_metrics_take_evenly_spaced_examples_and_may_skip_texts():
     assert "rouge_l" not in found["forget"]
     with pytest.raises(ConfigError, match="max_examples must be at least 1, got 0"):
         quick_metrics(qa_model(), TOKENIZER, SPLITS["forget"], [], max_examples=0)
+
+
+@given(st.integers(1, 60), st.integers(1, 70))
+def test_examples_are_spread_over_the_whole_list(total, count):
+    examples = [QAExample("q", "a", example_id=str(i)) for i in range(total)]
+    places = [int(e.example_id) for e in evenly_spaced(examples, count)]
+    assert len(set(places)) == len(places) == min(total, count)
+    assert places == sorted(places)
+    gaps = [b - a for a, b in zip(places, [*places[1:], total], strict=True)]
+    assert max(gaps) - min(gaps) <= 1
 
 
 def test_a_model_that_memorised_scores_one():
