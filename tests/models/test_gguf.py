@@ -147,6 +147,11 @@ def test_cut_file_is_named(path, keep):
         load(path)
 
 
+def test_file_that_lacks_a_tensor_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"1 missing keys \(model.layers.1.mlp.up_proj.weight"):
+        load(write_tiny_gguf(tmp_path / "holes.gguf", without="blk.1.ffn_up.weight"))
+
+
 def test_architecture_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match="architecture bert"):
         load(write_tiny_gguf(tmp_path / "bert.gguf", arch="bert"))

@@ -63,6 +63,19 @@ def test_plain_prompt_gives_the_models_own_logits(row):
     assert error_of(reuse_logits(model, rotaries, kv_shapes, [], prompt), want) < TOLERANCE
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", EXACT, ids=name_of)
+def test_reuse_on_the_gpu_equals_the_cpu_oracle(row):
+    """float32 kernels, products in tensor-float off by default: 2e-3 of the largest logit."""
+    model = tiny_model(row.model_type, row.variant)
+    chunks = [CHUNKS[index] for index in ORDERS[2]]
+    want = oracle_logits(model.double(), chunks, QUESTION)
+    model = tiny_model(row.model_type, row.variant).cuda()
+    rotaries = layer_rotaries(model)
+    kv_shapes = check_model(model, rotaries).kv_shapes
+    assert error_of(reuse_logits(model, rotaries, kv_shapes, chunks, QUESTION).double().cpu(), want) < 2e-3
+
+
 @pytest.mark.parametrize("row", REFUSED, ids=name_of)
 def test_refused_row_names_its_reason(row):
     with pytest.raises(UnsupportedError) as error:
