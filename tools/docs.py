@@ -116,7 +116,8 @@ def _environment() -> str:
         while first > 0 and lines[first - 1].startswith("# "):
             comments.insert(0, lines[first - 1][2:])
             first -= 1
-        rows.append((f"`{names[0]}`", " ".join(comments)))
+        # Neighbours without a comment of their own share the one above.
+        rows.append((f"`{names[0]}`", " ".join(comments) or rows[-1][1]))
     return _table(("variable", "meaning"), rows)
 
 
