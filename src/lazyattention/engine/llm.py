@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,9 +21,6 @@ from lazyattention.errors import RequestError
 from lazyattention.models.loaded_model import LoadedModel
 from lazyattention.models.loader import load_model
 from lazyattention.reuse import PromptLayout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 DocumentLike = str | Mapping[str, Any] | Document
 Messages = Sequence[Mapping[str, Any]]
@@ -81,7 +78,7 @@ class LLM:
         return self.engine.loaded.name
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> Any:  # noqa: ANN401 - a transformers tokenizer; the engine does not import transformers
         """The model's tokenizer."""
         return self.engine.loaded.tokenizer
 
