@@ -132,8 +132,12 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """True when only the last sampled token is left to compute."""
-        return bool(self.output_token_ids) and self.num_remaining == 1
+        """True when only the last sampled token is left to compute, and everything it looks at is there.
+
+        After preemption a chunk may be gone while the text behind it is still stored.
+        """
+        has_chunks = all(span.chunk is None or span.chunk.is_ready for span in self.spans)
+        return bool(self.output_token_ids) and self.num_remaining == 1 and has_chunks
 
     @property
     def num_remaining(self) -> int:
