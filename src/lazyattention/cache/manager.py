@@ -75,10 +75,20 @@ class CacheManager:
         """True if so many blocks are free or can be made free now."""
         if num_blocks <= self.pool.num_free + self._evictable.num_blocks:
             return True
-        # Text goes leaf by leaf: blocks under an evictable leaf are not queued yet but follow it.
         num_chunk_blocks = sum(len(chunk.block_ids) for chunk in self.chunks if chunk in self._evictable)
-        num_text_blocks = sum(self.pool.ref_count(node.block_id) == 1 for node in self.texts)
-        return num_blocks <= self.pool.num_free + num_chunk_blocks + num_text_blocks
+        return num_blocks <= self.pool.num_free + num_chunk_blocks + self._num_evictable_text_blocks()
+
+    def _num_evictable_text_blocks(self) -> int:
+        """Count what goes leaf by leaf: blocks above an evictable leaf are not queued yet but follow it.
+
+        A block above one that is in use stays, even if nobody uses it itself: its user may have computed a copy.
+        """
+        held = {node for node in self.texts if self.pool.ref_count(node.block_id) > 1}
+        for node in list(held):
+            while node.parent is not None and node.parent not in held:
+                node = node.parent
+                held.add(node)
+        return len(self.texts) - len(held)
 
     @property
     def num_pinned_blocks(self) -> int:
