@@ -13,6 +13,8 @@ from collections.abc import Hashable
 
 # Attention makes a token dearer the more it looks at; at this context length it costs twice its linear layers.
 _CONTEXT_OF_DOUBLE_COST = 8192
+# Priorities that were replaced stay in the heap until they come up; with more than this many it is built anew.
+_MIN_COMPACTED = 64
 
 
 def recompute_cost(num_tokens: int, context_len: int) -> float:
@@ -43,6 +45,9 @@ class EvictionQueue:
         self._sizes[entry] = num_blocks
         self.num_blocks += num_blocks
         heapq.heappush(self._heap, (priority, ticket, entry))
+        if len(self._heap) > 2 * len(self._current) + _MIN_COMPACTED:
+            self._heap = [(priority, ticket, entry) for entry, (priority, ticket) in self._current.items()]
+            heapq.heapify(self._heap)
 
     def discard(self, entry: Hashable) -> None:
         """Make `entry` not evictable; fine if it was not."""
