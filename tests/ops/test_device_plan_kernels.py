@@ -110,14 +110,16 @@ def test_rows_of_several_requests_share_a_task_and_long_ranges_are_cut():
         group=2,
         block_size=4,
         sliding_window=None,
-        decode=TileShape(16, 16, 4, 1),
+        decode_few=TileShape(4, 16, 4, 1),
+        decode_many=TileShape(16, 16, 4, 1),
         prefill=TileShape(32, 16, 4, 1),
         num_programs=16,
         prefill_min_tokens=8,
     )
     layout = lay_out(step.kernel_plan.arrays, step.kernel_plan.host_positions, spec).decode[0]
-    assert layout.tasks[:, 1].max() == 3
-    chunk = layout.tasks[layout.tasks[:, 2] == step.kernel_plan.arrays.range_tables[1]]
+    assert layout.many[:, 1].max() == 3
+    assert layout.few[:, 1].max() == 1
+    chunk = layout.many[layout.many[:, 2] == step.kernel_plan.arrays.range_tables[1]]
     assert len(chunk) > 4
     lens = np.minimum(chunk[:, 4], 700) - chunk[:, 3]
     assert sorted(chunk[:, 6]) == list(range(len(chunk)))

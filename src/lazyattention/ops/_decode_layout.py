@@ -20,14 +20,16 @@ class DecodeLayout:
         row_tokens: int64 `[num_rows]`, query token of each row, in order of the groups.
         row_parts: int64 `[num_rows]`, parts of each row.
         sorted_rows: int64 `[num_rows]`, the same rows in order of the range.
-        tasks: int64 `[num_tasks, 8]`.
-        rows: int64 `[num_rows, 4]`, in order of the range.
+        few: int32 `[num_tasks, 8]`, tasks over ranges with few rows.
+        many: int32 `[num_tasks, 8]`, tasks over ranges with many.
+        rows: int32 `[num_rows, 4]`, in order of the range.
     """
 
     row_tokens: np.ndarray
     row_parts: np.ndarray
     sorted_rows: np.ndarray
-    tasks: np.ndarray
+    few: np.ndarray
+    many: np.ndarray
     rows: np.ndarray
 
     def settle(self, rows_per_token: np.ndarray) -> np.ndarray:
@@ -51,8 +53,8 @@ def lay_out_decode(
         ranges, tokens, deltas, last_keys = ranges[near], tokens[near], deltas[near], last_keys[near]
     num_rows = len(tokens)
     if num_rows == 0:
-        nothing = np.empty(0, np.int64)
-        return DecodeLayout(nothing, nothing, nothing, np.empty((0, 8), np.int64), np.empty((0, 4), np.int64))
+        nothing, no_tasks = np.empty(0, np.int64), np.empty((0, 8), np.int32)
+        return DecodeLayout(nothing, nothing, nothing, no_tasks, no_tasks, np.empty((0, 4), np.int32))
     # Keys stored unturned are turned when read, so rows share a task only at equal deltas.
     item_keys = ranges if keys_turned else ranges * 2**32 + (deltas - deltas.min())
     order = stable_order(item_keys)
@@ -64,35 +66,48 @@ def lay_out_decode(
     # Where every row ends within the range, the rows say where keys end, also after the text has grown.
     ends_inside = np.maximum.reduceat(last_keys[order], starts) < num_keys
 
-    rows_per_tile = max(1, spec.decode.tile_m // spec.group)
+    rows_few, rows_many = (max(1, shape.tile_m // spec.group) for shape in (spec.decode_few, spec.decode_many))
+    is_many = counts > rows_few
+    rows_per_tile = np.where(is_many, rows_many, rows_few)
     row_tiles = -(-counts // rows_per_tile)
-    num_parts, key_tiles = _parts(num_keys, row_tiles, spec)
+    tile_kv = np.where(is_many, spec.decode_many.tile_kv, spec.decode_few.tile_kv)
+    key_tiles = -(-num_keys // tile_kv)
+    num_parts = _num_parts(num_keys, row_tiles, spec)
     task_counts = row_tiles * num_parts
     item = np.repeat(np.arange(len(starts)), task_counts)
     inner = concatenated_ranges(np.zeros_like(task_counts), task_counts)
     part, row_tile = np.divmod(inner, row_tiles[item])
 
-    tasks = np.zeros((len(item), 8), np.int64)
-    tasks[:, 0] = starts[item] + row_tile * rows_per_tile
-    tasks[:, 1] = np.minimum(rows_per_tile, counts[item] - row_tile * rows_per_tile)
-    tasks[:, 2] = arrays.range_tables[item_ranges][item]
-    tasks[:, 3] = key_tiles[item] * part // num_parts[item] * spec.decode.tile_kv
-    part_ends = key_tiles[item] * (part + 1) // num_parts[item] * spec.decode.tile_kv
+    tasks = np.empty((len(item), 8), np.int32)
+    first_row = row_tile * rows_per_tile[item]
+    tasks[:, 0] = starts[item] + first_row
+    tasks[:, 1] = np.minimum(rows_per_tile[item], counts[item] - first_row)
+    tables = arrays.range_tables[item_ranges]
+    tasks[:, 2] = tables[item]
+    key_starts = key_tiles[item] * part // num_parts[item] * tile_kv[item]
+    tasks[:, 3] = key_starts
+    part_ends = key_tiles[item] * (part + 1) // num_parts[item] * tile_kv[item]
     last_end = np.where(ends_inside, NO_END, num_keys)[item]
     tasks[:, 4] = np.where(part == num_parts[item] - 1, last_end, part_ends)
     tasks[:, 5] = arrays.range_firsts[item_ranges][item]
     tasks[:, 6] = part
+    # A text's next blocks can lie anywhere, so only ranges that are complete count as contiguous.
+    first_slots = np.where(
+        arrays.range_contiguous[item_ranges] & ~ends_inside, arrays.blocks[tables] * np.int64(spec.block_size), -1
+    )[item]
+    tasks[:, 7] = np.where(first_slots >= 0, first_slots + key_starts, -1)
     # Longest first, so that no long task starts last.
-    work = np.minimum(part_ends, num_keys[item]) - tasks[:, 3]
-    if len(work) > 1 and work.min() != work.max():
-        tasks = tasks[stable_order(work.max() - work)]
+    work = np.minimum(part_ends, num_keys[item]) - key_starts
+    in_order = stable_order(work.max() - work)
+    is_many_task = is_many[item][in_order]
+    tasks = tasks[in_order]
 
-    rows = np.zeros((num_rows, 4), np.int64)
+    rows = np.zeros((num_rows, 4), np.int32)
     rows[:, 0] = tokens[order]
     rows[:, 1] = deltas[order]
     row_parts = np.empty(num_rows, np.int64)
     row_parts[order] = np.repeat(num_parts, counts)
-    return DecodeLayout(tokens, row_parts, order, tasks, rows)
+    return DecodeLayout(tokens, row_parts, order, tasks[~is_many_task], tasks[is_many_task], rows)
 
 
 def _rows_of(arrays: PlanArrays, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -108,10 +123,10 @@ def _rows_of(arrays: PlanArrays, chosen: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.repeat(ranges, sizes), concatenated_ranges(starts, sizes), np.repeat(deltas, sizes)
 
 
-def _parts(num_keys: np.ndarray, row_tiles: np.ndarray, spec: LayoutSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return parts and key tiles per item: enough programs to fill the device, parts of one item about equal."""
-    tile = spec.decode.tile_kv
+def _num_parts(num_keys: np.ndarray, row_tiles: np.ndarray, spec: LayoutSpec) -> np.ndarray:
+    """Return parts per item: enough programs to fill the device."""
+    tile = max(spec.decode_few.tile_kv, spec.decode_many.tile_kv)
     work = int((num_keys * row_tiles).sum()) * spec.num_kv_heads
     wanted = -(-work // (spec.num_programs * tile)) * tile
     longest = min(max(wanted, _MIN_PART_TILES * tile), _MAX_PART_KEYS)
-    return -(-num_keys // longest), -(-num_keys // tile)
+    return -(-num_keys // longest)

@@ -26,6 +26,7 @@ class PlanArrays:
         range_firsts: int64 `[num_ranges]`, position at which token 0 was stored.
         range_turned: bool `[num_ranges]`, keys are stored turned.
         range_tables: int64 `[num_ranges]`, where the range's block table starts in `blocks`.
+        range_contiguous: bool `[num_ranges]`, the range's blocks are consecutive in memory.
         blocks: int32, block tables of all ranges.
     """
 
@@ -37,6 +38,7 @@ class PlanArrays:
     range_firsts: np.ndarray
     range_turned: np.ndarray
     range_tables: np.ndarray
+    range_contiguous: np.ndarray
     blocks: np.ndarray
 
 
@@ -49,7 +51,8 @@ class LayoutSpec:
         group: Query heads per KV head; they are rows of a tile.
         block_size: Tokens per KV block; a power of two.
         sliding_window: Of the layer, tokens, or None.
-        decode: Tiles of shared_decode.
+        decode_few: Tiles of shared_decode over ranges whose rows fit into one of these.
+        decode_many: Tiles of shared_decode over ranges with more rows.
         prefill: Tiles of chunk_prefill.
         num_programs: Programs the device runs at once.
         prefill_min_tokens: Query tokens from which a group goes to chunk_prefill.
@@ -59,7 +62,8 @@ class LayoutSpec:
     group: int
     block_size: int
     sliding_window: int | None
-    decode: TileShape
+    decode_few: TileShape
+    decode_many: TileShape
     prefill: TileShape
     num_programs: int
     prefill_min_tokens: int

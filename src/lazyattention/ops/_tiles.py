@@ -43,14 +43,14 @@ class Tiles:
 
 # Largest padded head_dim -> tiles, 16-bit KV.
 _TILES = {
-    64: Tiles(TileShape(16, 128, 4, 3), TileShape(64, 128, 4, 3), TileShape(128, 128, 8, 3)),
-    128: Tiles(TileShape(16, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(128, 64, 8, 3)),
-    256: Tiles(TileShape(16, 32, 4, 3), TileShape(64, 32, 4, 2), TileShape(64, 64, 4, 2)),
+    64: Tiles(TileShape(16, 128, 4, 2), TileShape(64, 128, 4, 2), TileShape(64, 128, 4, 3)),
+    128: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 64, 4, 2), TileShape(128, 128, 8, 2)),
+    256: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 32, 4, 3), TileShape(128, 64, 8, 2)),
 }
 # float32 is for tests: half the keys per step, so that shared memory suffices.
 _FLOAT32_TILES = Tiles(TileShape(16, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 2))
 # The interpreter: small tiles, so that small tests have several.
-_INTERPRETED_TILES = Tiles(TileShape(16, 16, 4, 1), TileShape(32, 16, 4, 1), TileShape(32, 16, 4, 1))
+_INTERPRETED_TILES = Tiles(TileShape(16, 16, 4, 1), TileShape(64, 32, 4, 1), TileShape(32, 16, 4, 1))
 
 
 def next_power_of_2(n: int) -> int:

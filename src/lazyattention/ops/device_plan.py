@@ -4,7 +4,7 @@
 Built once per step and per kind of layer (heads, head_dim, window). What the kernels find in it:
 
 - shared_decode: `tasks [n, 8]` = row_start, num_rows, first block-table entry, key_start, key_end, first_position,
-  part, 0; `rows [n, 4]` = token, position_delta, first part, 0. Key indices count from the range's first token. A
+  part, slot of key_start if the keys lie in consecutive slots, else -1; `rows [n, 4]` = token, position_delta, first part, 0. Key indices count from the range's first token. A
   task's keys end at `key_end` or at the last key its rows may see, so a text can grow under an unchanged plan.
 - chunk_prefill: `tiles [n, 8]` = first slot, first block-table entry of the range, key_start, position of the first key,
   number of keys, position_delta, 0, 0; `tasks [n, 10]` = row_start, num_tokens, token_start, tiles without a mask from
@@ -55,7 +55,8 @@ class DevicePlan:
     """Everything the kernels of one kind of layer need for one step.
 
     Attributes:
-        decode: Launches of shared_decode: over turned keys, over unturned keys; only those that have tasks.
+        decode: Launches of shared_decode: over turned keys with many rows each and with few, then over unturned keys;
+            only those that have tasks.
         prefill: Launches of chunk_prefill, likewise.
         num_parts: Rows of the buffer of partial states.
         num_merges: int32 `[1]`, merges that are real.
@@ -142,10 +143,10 @@ class PackedLayout:
         counts = view("counts")
         decode = tuple(
             DecodeTasks(
-                view(f"decode{i}.tasks", 8), view(f"decode{i}.rows", 4), tables, counts[i : i + 1], i == 0, spec.decode
+                view(f"decode{i}.{kind}", 8), view(f"decode{i}.rows", 4), tables, counts[j : j + 1], i == 0, shape
             )
-            for i in range(2)
-            if self.offsets[f"decode{i}.tasks"][1]
+            for i, kind, j, shape in _decode_launches(spec)
+            if self.offsets[f"decode{i}.{kind}"][1]
         )
         prefill = tuple(
             PrefillTasks(
@@ -162,7 +163,7 @@ class PackedLayout:
             for i in range(2)
             if self.offsets[f"prefill{i}.tasks"][1]
         )
-        return DevicePlan(decode, prefill, self.num_parts, counts[2:3], view("merge_tokens"), view("merge_starts"))
+        return DevicePlan(decode, prefill, self.num_parts, counts[4:5], view("merge_tokens"), view("merge_starts"))
 
 
 def pack(
@@ -195,16 +196,28 @@ def pack(
     return PackedLayout(flat, offsets, layout.num_parts if max_parts is None else max_parts, contiguous)
 
 
+def _decode_launches(spec: LayoutSpec) -> list[tuple[int, str, int, TileShape]]:
+    """Return, per launch of shared_decode: which layout, which of its tasks, where its count is, and its tiles."""
+    return [
+        (0, "many", 0, spec.decode_many),
+        (0, "few", 1, spec.decode_few),
+        (1, "many", 2, spec.decode_many),
+        (1, "few", 3, spec.decode_few),
+    ]
+
+
 def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> dict[str, np.ndarray]:
     named = {
-        "counts": np.array([len(layout.decode[0].tasks), len(layout.decode[1].tasks), len(layout.merge_tokens), 0]),
+        "counts": np.array(
+            [*(len(tasks) for d in layout.decode for tasks in (d.many, d.few)), len(layout.merge_tokens)]
+        ),
         "merge_tokens": layout.merge_tokens,
         "merge_starts": layout.merge_starts,
         "blocks": np.empty(0, np.int32) if blocks is None else blocks,
     }
     for i in range(2):
         decode, prefill = layout.decode[i], layout.prefill[i]
-        named |= {f"decode{i}.tasks": decode.tasks, f"decode{i}.rows": decode.rows}
+        named |= {f"decode{i}.many": decode.many, f"decode{i}.few": decode.few, f"decode{i}.rows": decode.rows}
         named |= {
             f"prefill{i}.tasks": prefill.tasks,
             f"prefill{i}.tiles": prefill.tiles,

@@ -315,6 +315,9 @@ def flatten(ranges: Sequence[KVRange], row_groups: Sequence[RowGroup]) -> PlanAr
     range_tokens = np.array([kv_range.num_tokens for kv_range in distinct], dtype=np.int64)
     groups = groups[(groups[:, 2] > 0) & (range_tokens[groups[:, 0]] > 0)]
     table_lens = np.array([len(kv_range.block_ids) for kv_range in distinct], dtype=np.int64)
+    table_ends = np.cumsum(table_lens)
+    blocks = np.fromiter(chain.from_iterable(kv_range.block_ids for kv_range in distinct), dtype=np.int32)
+    breaks = np.concatenate(([0, 0], np.cumsum(np.diff(blocks) != 1)))  # breaks before each block and the end
     return PlanArrays(
         group_ranges=groups[:, 0].copy(),
         group_starts=groups[:, 1].copy(),
@@ -323,8 +326,9 @@ def flatten(ranges: Sequence[KVRange], row_groups: Sequence[RowGroup]) -> PlanAr
         range_tokens=range_tokens,
         range_firsts=np.array([kv_range.first_position for kv_range in distinct], dtype=np.int64),
         range_turned=np.array([kv_range.keys_turned for kv_range in distinct], dtype=bool),
-        range_tables=np.cumsum(table_lens) - table_lens,
-        blocks=np.fromiter(chain.from_iterable(kv_range.block_ids for kv_range in distinct), dtype=np.int32),
+        range_tables=table_ends - table_lens,
+        range_contiguous=breaks[table_ends] == breaks[np.minimum(table_ends - table_lens + 1, table_ends)],
+        blocks=blocks,
     )
 
 

@@ -60,9 +60,10 @@ class _Ranges:
     turned: np.ndarray = field(default_factory=lambda: np.ones(1024, bool))
     tables: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
     table_sizes: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
+    contiguous: np.ndarray = field(default_factory=lambda: np.zeros(1024, bool))
 
     def grow(self) -> None:
-        for name in ("tokens", "firsts", "turned", "tables", "table_sizes"):
+        for name in ("tokens", "firsts", "turned", "tables", "table_sizes", "contiguous"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
 
@@ -128,7 +129,9 @@ class PlanBuilder:
         self._ranges.firsts[range_id] = first_position
         self._ranges.turned[range_id] = keys_turned
         room = -(-max_tokens // self._block_size)
-        self._place_table(range_id, np.asarray(block_ids, dtype=np.int32), room)
+        table = np.asarray(block_ids, dtype=np.int32)
+        self._ranges.contiguous[range_id] = bool((np.diff(table) == 1).all())
+        self._place_table(range_id, table, room)
         return range_id
 
     def grow_range(self, range_id: int, num_tokens: int, new_block_ids: Sequence[int] = ()) -> None:
@@ -136,6 +139,7 @@ class PlanBuilder:
         old_tokens = int(self._ranges.tokens[range_id])
         self._ranges.tokens[range_id] = num_tokens
         if len(new_block_ids):
+            self._ranges.contiguous[range_id] = False
             start, used = int(self._ranges.tables[range_id]), -(-old_tokens // self._block_size)
             end = used + len(new_block_ids)
             if end <= self._ranges.table_sizes[range_id]:
@@ -227,6 +231,7 @@ class PlanBuilder:
             range_firsts=self._ranges.firsts[:num_ids],
             range_turned=self._ranges.turned[:num_ids],
             range_tables=self._ranges.tables[:num_ids],
+            range_contiguous=self._ranges.contiguous[:num_ids],
             blocks=self._host_blocks,
         )
 

@@ -21,7 +21,8 @@ class StaticCapacity:
     Attributes:
         num_tokens: Query tokens, exactly; shorter steps are padded.
         max_rows: Rows (tokens x ranges they look at).
-        max_tasks: Tasks of shared_decode; programs launched in every replay.
+        max_tasks: Tasks of shared_decode over ranges with few rows, and again over ranges with many; every replay
+            launches them all.
         max_parts: Partial states.
         has_unturned: Room for tasks over unturned keys, too.
     """
@@ -37,13 +38,15 @@ class StaticCapacity:
         unturned = int(self.has_unturned)
         prefill = {f"prefill{i}.{name}": 0 for i in range(2) for name in ("tasks", "tiles", "masked", "part_bases")}
         return prefill | {
-            "counts": 4,
+            "counts": 5,
             "merge_tokens": self.num_tokens,
             "merge_starts": self.num_tokens + 1,
             "blocks": 0,
-            "decode0.tasks": self.max_tasks * 8,
+            "decode0.many": self.max_tasks * 8,
+            "decode0.few": self.max_tasks * 8,
             "decode0.rows": self.max_rows * 4,
-            "decode1.tasks": self.max_tasks * 8 * unturned,
+            "decode1.many": self.max_tasks * 8 * unturned,
+            "decode1.few": self.max_tasks * 8 * unturned,
             "decode1.rows": self.max_rows * 4 * unturned,
             "prefill0.segments": 0,
             "prefill1.segments": 0,
@@ -82,9 +85,9 @@ class StaticPlan:
         num_tokens, device = capacity.num_tokens, blocks.device
         self._columns = torch.zeros((3, num_tokens), dtype=torch.int64, device=device)
         self._columns[1] = -1
-        nothing = np.empty(0, np.int64)
+        nothing, no_flags = np.empty(0, np.int64), np.empty(0, bool)
         empty = PlanArrays(
-            nothing, nothing, nothing, nothing, nothing, nothing, np.empty(0, bool), nothing, np.empty(0, np.int32)
+            nothing, nothing, nothing, nothing, nothing, nothing, no_flags, nothing, no_flags, np.empty(0, np.int32)
         )
         positions = np.zeros(num_tokens, np.int64)
         self._flats: dict[LayoutSpec, torch.Tensor] = {}
@@ -150,6 +153,8 @@ class StaticPlan:
         return (
             num_parts <= capacity.max_parts
             and not any(prefill_tasks)
-            and (capacity.has_unturned or len(decode[1].tasks) == 0)
-            and all(len(d.tasks) <= capacity.max_tasks and len(d.rows) <= capacity.max_rows for d in decode)
+            and (capacity.has_unturned or len(decode[1].rows) == 0)
+            and all(
+                max(len(d.many), len(d.few)) <= capacity.max_tasks and len(d.rows) <= capacity.max_rows for d in decode
+            )
         )

@@ -86,7 +86,7 @@ def _chunk_prefill_kernel(
 
     n = tl.arange(0, TILE_KV)
     v_dims = tl.arange(0, TILE_V)[None, :]
-    every_key = tl.full([TILE_KV], 1, tl.int1)
+    every_key = n >= 0
     acc = tl.zeros([TILE_M, TILE_V], tl.float32)
     running_max = tl.full([TILE_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([TILE_M], tl.float32)

@@ -20,6 +20,16 @@ from lazyattention.ops.rotate.kernel import turn_constants
 
 
 @triton.jit
+def _slots(blocks_ptr, table_start, key, is_key, first_key, first_slot, BLOCK_SIZE: tl.constexpr):
+    """Slots of keys. Where they are consecutive, no key's address waits for its block-table entry."""
+    looked_up = is_key & (key <= tl.where(first_slot < 0, 2147483647, -1))
+    block = tl.load(blocks_ptr + table_start + key // BLOCK_SIZE, mask=looked_up, other=0)
+    # int64: slots times their size pass 2**31.
+    slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+    return tl.where(first_slot < 0, slot, (first_slot + (key - first_key)).to(tl.int64))
+
+
+@triton.jit
 def _shared_decode_kernel(
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], any strides but the last
     k_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
@@ -100,53 +110,58 @@ def _shared_decode_kernel(
 
     # Keys after the last visible one are not read: a growing text needs no new task for each token.
     key_end = tl.minimum(key_end, tl.max(last_key, 0) + 1)
+    nearest_last = tl.min(tl.where(is_row, last_key, 2147483647), 0)
+    first_slot = tl.load(task_ptr + 7)
+    first_key = key_start
+    # With few rows the mask is cheap, and registers for a second loop would cost resident programs.
+    HAS_FULL: tl.constexpr = TILE_M >= 64 and not HAS_WINDOW
     if HAS_WINDOW:
-        nearest = tl.min(tl.where(is_row, last_key, 2147483647), 0) - sliding_window + 1
-        key_start = tl.maximum(key_start, nearest // TILE_KV * TILE_KV)
+        skipped = tl.maximum(nearest_last - sliding_window + 1 - key_start, 0) // TILE_KV
+        key_start += skipped * TILE_KV
+    full_end = key_start
+    if HAS_FULL:
+        # Keys before this are there, and visible to every row: whole tiles of them need no mask.
+        seen_by_all = tl.minimum(key_end, nearest_last + 1)
+        full_end = key_start + tl.maximum(seen_by_all - key_start, 0) // TILE_KV * TILE_KV
     # All rows of a task over unturned keys have one delta.
     read_delta = tl.max(tl.where(is_row, delta, -2147483648), 0) + first_position
     v_dims = tl.arange(0, TILE_V)[None, :]
+    n = tl.arange(0, TILE_KV)
+    every_key = n >= 0
     acc = tl.zeros([TILE_M, TILE_V], tl.float32)
     running_max = tl.full([TILE_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([TILE_M], tl.float32)
-    for start in tl.range(key_start, key_end, TILE_KV, num_stages=NUM_STAGES):
-        key = start + tl.arange(0, TILE_KV)
+    if HAS_FULL:
+        for start in tl.range(key_start, full_end, TILE_KV, num_stages=NUM_STAGES):
+            key = start + n
+            slot = _slots(blocks_ptr, table_start, key, every_key, first_key, first_slot, BLOCK_SIZE)
+            slot = slot * NUM_KV_HEADS + head
+            scores = score_keys(
+                q_first, q_second, k_ptr + slot * HEAD_DIM, every_key, read_delta + key, turns_ptr, HEAD_DIM, TURN, HALF,
+                ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
+            )  # fmt: skip
+            v = tl.load(v_ptr + (slot * V_DIM)[:, None] + v_dims, mask=v_dims < V_DIM, other=0.0)
+            acc, running_max, running_sum = fold_keys(
+                acc, running_max, running_sum, scores, every_key, v.to(q_first.dtype), softmax_scale, logit_softcap,
+                HAS_SOFTCAP, False,
+            )  # fmt: skip
+    for start in tl.range(full_end, key_end, TILE_KV, num_stages=1 if HAS_FULL else NUM_STAGES):
+        key = start + n
         is_key = key < key_end
-        block = tl.load(blocks_ptr + table_start + key // BLOCK_SIZE, mask=is_key, other=0)
-        # int64: slots times their size pass 2**31.
-        slot = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + head
+        slot = _slots(blocks_ptr, table_start, key, is_key, first_key, first_slot, BLOCK_SIZE)
+        slot = slot * NUM_KV_HEADS + head
         scores = score_keys(
-            q_first,
-            q_second,
-            k_ptr + slot * HEAD_DIM,
-            is_key,
-            read_delta + key,
-            turns_ptr,
-            HEAD_DIM,
-            TURN,
-            HALF,
-            ROTARY_START,
-            IS_INTERLEAVED,
-            TILE_HALF,
-            TILE_D,
-            KEYS_TURNED,
-        )
+            q_first, q_second, k_ptr + slot * HEAD_DIM, is_key, read_delta + key, turns_ptr, HEAD_DIM, TURN, HALF,
+            ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
+        )  # fmt: skip
         visible = is_key[None, :] & (key[None, :] <= last_key[:, None])
         if HAS_WINDOW:
             visible &= key[None, :] > last_key[:, None] - sliding_window
         v = tl.load(v_ptr + (slot * V_DIM)[:, None] + v_dims, mask=is_key[:, None] & (v_dims < V_DIM), other=0.0)
         acc, running_max, running_sum = fold_keys(
-            acc,
-            running_max,
-            running_sum,
-            scores,
-            visible,
-            v.to(q_first.dtype),
-            softmax_scale,
-            logit_softcap,
-            HAS_SOFTCAP,
-            True,
-        )
+            acc, running_max, running_sum, scores, visible, v.to(q_first.dtype), softmax_scale, logit_softcap,
+            HAS_SOFTCAP, True,
+        )  # fmt: skip
     if HAS_KV_SCALES:
         acc *= tl.load(v_scale_ptr + head)
     part_rows = (part_base + part).to(tl.int64) * (NUM_KV_HEADS * GROUP) + q_head
