@@ -297,23 +297,13 @@ def model_folder(tmp_path_factory):
 def process(model_folder, *options, stderr=None, **environment):
     """`lazyattention serve` as a process of its own; yields it and its address."""
     port = _free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "lazyattention",
-        "serve",
-        "--model",
-        str(model_folder),
-        "--port",
-        str(port),
-        *options,
-    ]
+    command = [COMMAND, "serve", "--model", str(model_folder), "--port", str(port), *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    child = subprocess.Popen(command, stderr=stderr or subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
+    child = subprocess.Popen(command, stderr=stderr or subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: child.poll() is not None or _is_up(url), 60)
-        assert child.poll() is None, child.stderr.read().decode()[-2000:]
+        assert child.poll() is None, "the server did not start"
         yield child, url
     finally:
         child.kill()
@@ -336,38 +326,42 @@ def _model_of(url):
     return httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
 
 
-def test_sigterm_ends_the_process_cleanly(model_folder):
-    with process(model_folder, "--shutdown-grace-s", "5", "--log-format", "json") as (child, url):
+def test_sigterm_ends_the_process_cleanly_after_its_streams(model_folder, tmp_path):
+    log_path = tmp_path / "log"
+    options = ("--shutdown-grace-s", "5", "--log-format", "json", "--log-level", "DEBUG")
+    with log_path.open("wb") as log_file, process(model_folder, *options, stderr=log_file) as (child, url):
         name = _model_of(url)
-        with httpx.stream(
-            "POST", f"{url}{CHAT}", json=body(max_tokens=30, stream=True) | {"model": name}, timeout=30
-        ) as r:
-            lines = r.iter_lines()
+        more = {"model": name, "documents": ["the lamp"], "user": "ann"}
+        with httpx.stream("POST", f"{url}{CHAT}", json=body(max_tokens=30, stream=True) | more, timeout=30) as response:
+            lines = response.iter_lines()
             next(lines)
             child.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert child.wait(20) == 0
-        log = [json.loads(line) for line in child.stderr.read().decode().splitlines() if line.startswith("{")]
-    access = [line for line in log if line["logger"] == "lazyattention.server.access" and "chat" in line["message"]]
-    assert access[0]["status"] == 200
-    assert access[0]["request_id"].startswith("req-")
+    log = [json.loads(line) for line in log_path.read_text().splitlines() if line.startswith("{")]
+    (access,) = (line for line in log if line["logger"] == "lazyattention.server.access" and "chat" in line["message"])
+    assert (access["status"], access["scope"], access["user"]) == (200, "default", "ann")
+    (reuse,) = (line for line in log if line["message"] == "what was reused")
+    assert reuse["request_id"] == "chatcmpl-" + access["request_id"]
+    assert reuse["documents"][0]["status"] == "miss"
     assert not [line for line in log if "traceback" in line]
 
 
+@pytest.mark.slow
 def test_after_sigkill_a_new_process_serves(model_folder):
     with process(model_folder) as (child, url):
-        name = _model_of(url)
-        with (
-            contextlib.suppress(httpx.HTTPError),
-            httpx.stream("POST", f"{url}{CHAT}", json=body(**LONG) | {"model": name, "max_tokens": 100}) as response,
-        ):
-            next(response.iter_lines())
+        more = {"model": _model_of(url), "max_tokens": 100}
+        with httpx.stream("POST", f"{url}{CHAT}", json=body(**LONG) | more) as response:
+            lines = response.iter_lines()
+            next(lines)
             child.kill()
-            list(response.iter_lines())
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
     with process(model_folder) as (_, url):
         assert httpx.post(f"{url}{CHAT}", json=body() | {"model": _model_of(url)}, timeout=30).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_fails_no_request(model_folder):
     with Path("/dev/full").open("wb") as full, process(model_folder, "--log-level", "DEBUG", stderr=full) as (_, url):
         name = _model_of(url)

@@ -87,7 +87,6 @@ def serve_command(
         "tls_key_file": tls_key_file,
         "playground": playground,
     }
-    # Wrong options are reported before the model is read, which takes seconds.
     config = ServerConfig(**options, **_scopes(key_file))
     configure_server_logging(log_level, as_json=log_format == "json")
     _serve(config, {"adapter": adapter, "dtype": dtype, "device": device}, model, engine_options or {}, otlp_endpoint)
@@ -101,28 +100,41 @@ def _serve(
     otlp_endpoint: str | None,
 ) -> None:
     from lazyattention.config import EngineConfig
+    from lazyattention.server.listening import listen
+
+    # Wrong options are reported before the model is read, which takes seconds.
+    engine_config = EngineConfig.of(None, **engine_options)
+    listener = listen(config)
     from lazyattention.engine.async_engine import AsyncEngine
     from lazyattention.engine.engine import Engine
     from lazyattention.models.loader import load_model
     from lazyattention.server.serve import make_server
     from lazyattention.server.tracing import tracer_to
 
-    engine_config = EngineConfig.of(None, **engine_options)
     tracer = tracer_to(otlp_endpoint) if otlp_endpoint else None
     with err.status("loading the model") if err.is_terminal else contextlib.nullcontext():
-        engine = AsyncEngine(Engine(load_model(model, **model_options), engine_config))
+        engine = AsyncEngine(
+            Engine(load_model(model, **model_options, progress=err.is_terminal and envs.PROGRESS), engine_config)
+        )
     name = config.model_name or engine.engine.loaded.name
     engine.start()
     try:
         server = make_server(
             engine,
             config,
+            listener=listener,
             tracer=tracer,
-            on_started=lambda url: err.print(f"serving {name!r} at {url}  (API description: {url}/docs)"),
+            on_started=lambda url: _say(f"serving {name!r} at {url}  (API description: {url}/docs)"),
         )
         server.run()
     finally:
         engine.stop()
+
+
+def _say(text: str) -> None:
+    # A standard error that cannot be written (a full disk) is no reason not to serve.
+    with contextlib.suppress(OSError):
+        err.print(text)
 
 
 def _scopes(key_file: Path | None) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 """Run the app under uvicorn: sockets, TLS, slow clients, and a shutdown that ends every stream properly."""
 
 import asyncio
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -14,6 +17,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.server.app import create_app
 from lazyattention.server.config import ServerConfig
 from lazyattention.server.context import ServerContext
+from lazyattention.server.listening import listen
 
 if TYPE_CHECKING:
     from lazyattention.engine.async_engine import AsyncEngine
@@ -26,14 +30,16 @@ def make_server(
     engine: "AsyncEngine",
     config: ServerConfig,
     *,
+    listener: socket.socket | None = None,
     tracer: Any = None,  # noqa: ANN401  # optional package
     on_started: Callable[[str], None] = lambda url: None,
 ) -> "ApiServer":
-    """Bind the address and build the app; `run()` serves until SIGINT or SIGTERM, a second signal ends at once.
+    """Build the app; `run()` serves until SIGINT or SIGTERM, a second signal ends at once.
 
     Args:
         engine: Started; stopped by the caller afterwards.
         config: The server's options.
+        listener: From `listening.listen`, for a caller that wants to know early whether the address is free.
         tracer: From `tracing.py`.
         on_started: Called with the server's address once it accepts connections.
 
@@ -56,23 +62,7 @@ def make_server(
         options.load()
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"the TLS certificate or key cannot be used: {error}") from error
-    return ApiServer(options, app.state.context, _listen(config), on_started)
-
-
-def _listen(config: ServerConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error}; choose another host or port"
-        ) from error
-    listener.setblocking(False)
-    return listener
+    return ApiServer(options, app.state.context, listener or listen(config), on_started)
 
 
 class ApiServer(uvicorn.Server):
@@ -103,6 +93,19 @@ class ApiServer(uvicorn.Server):
     def stop(self) -> None:
         """Begin the end, as SIGTERM does; from any thread."""
         self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let a signal begin the end; unlike uvicorn's, it does not kill the process once that end is reached."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
