@@ -23,6 +23,13 @@ def _check_positive(config: object, *names: str) -> None:
             raise ConfigError(f"{name} must be a positive number, got {value!r}")
 
 
+def check_encoding(encoding: str) -> str:
+    """Return `encoding` if it is one; ConfigError otherwise."""
+    if encoding not in ENCODINGS:
+        raise ConfigError(f"encoding must be one of {', '.join(ENCODINGS)}, got {encoding!r}")
+    return encoding
+
+
 def _check_choice(config: object, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in allowed:

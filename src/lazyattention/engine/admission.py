@@ -20,13 +20,11 @@ class CacheIdentity:
         weights_id: Fingerprint of weights, adapters and RoPE settings.
         kv_dtype: Dtype of stored KV.
         bytes_per_token: KV bytes of one token over all layers.
-        encoding: "isolated" or "after_preamble".
     """
 
     weights_id: str
     kv_dtype: str
     bytes_per_token: int
-    encoding: str
 
     def root_key(self, scope: str) -> bytes:
         """Where the chains of one scope's text begin."""
@@ -68,7 +66,7 @@ class Admission:
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence its spans, holding all KV it needs; False (and nothing held) when there is no room now."""
         group = sequence.group
-        plan = group.method.plan(group.layout, self._identity.encoding)
+        plan = group.method.plan(group.layout, group.encoding)
         spans = self._new_spans(sequence, plan)
         found = self._find_chunks(group, spans)
         chain = None

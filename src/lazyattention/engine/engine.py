@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lazyattention import envs
 from lazyattention.cache.kv_pool import kv_bytes_per_token
 from lazyattention.cache.manager import CacheManager
-from lazyattention.config import EngineConfig
+from lazyattention.config import EngineConfig, check_encoding
 from lazyattention.engine.admission import Admission, CacheIdentity
 from lazyattention.engine.batch import Batch, build_batch
 from lazyattention.engine.checksums import ChecksumGuard
@@ -86,7 +86,6 @@ class Engine:
             weights_id=loaded.weights_id,
             kv_dtype=str(self.model_runner.kv_dtype),
             bytes_per_token=kv_bytes_per_token(loaded.kv_shapes, self.model_runner.kv_dtype),
-            encoding=self.config.encoding,
         )
         self.max_model_len = min(self.config.scheduler.max_model_len or loaded.max_model_len, loaded.max_model_len)
         self.scheduler = Scheduler(self.cache, Admission(self.cache, identity), self.config.scheduler)
@@ -122,6 +121,7 @@ class Engine:
         *,
         scope: str = "default",
         reuse_method: str | None = None,
+        encoding: str | None = None,
         deadline_s: float | None = None,
         arrival_s: float | None = None,
     ) -> None:
@@ -133,12 +133,13 @@ class Engine:
             params: How to sample; None = defaults.
             scope: The tenant; KV is never shared between scopes.
             reuse_method: Another method than the engine's, for this request.
+            encoding: Another encoding than the engine's, for this request; chunks of both lie in one store.
             deadline_s: Monotonic seconds after which it is ended with an error.
             arrival_s: When it came in, if not now.
 
         Raises:
             RequestError: The id is taken, the prompt is empty or too long, or the request can never fit.
-            ConfigError: The reuse method is unknown.
+            ConfigError: The reuse method or the encoding is unknown.
         """
         params = params or SamplingParams()
         if request_id in self._groups:
@@ -155,12 +156,13 @@ class Engine:
             )
         method = self.default_method if reuse_method is None else REUSE_METHODS[reuse_method]
         timings = Timings(arrival_s=time.monotonic() if arrival_s is None else arrival_s)
-        group = RequestGroup(request_id, layout, layout.token_ids, params, method, scope, timings, deadline_s)
+        encoding = check_encoding(encoding or self.config.encoding)
+        group = RequestGroup(request_id, layout, layout.token_ids, params, method, scope, timings, deadline_s, encoding)
         for index in range(params.n):
             group.sequences.append(self._new_sequence(group, index))
         try:
             for sequence in group.sequences:
-                self.scheduler.add(sequence, self.config.encoding)
+                self.scheduler.add(sequence, group.encoding)
         except RequestError:
             for sequence in group.sequences:
                 self.scheduler.finish(sequence)

@@ -65,6 +65,7 @@ class RequestGroup:
         scope: The tenant.
         timings: When things happened.
         deadline_s: Monotonic seconds after which it is ended, or None.
+        encoding: What its chunks see when encoded: "after_preamble" or "isolated".
         sequences: One per completion.
         documents: The reuse report, made at the first admission.
         num_reused_tokens: Prompt tokens not computed for this request.
@@ -80,6 +81,7 @@ class RequestGroup:
     scope: str
     timings: Timings
     deadline_s: float | None = None
+    encoding: str = "after_preamble"
     sequences: "list[Sequence]" = field(default_factory=list)
     documents: list[DocumentReuse] = field(default_factory=list)
     num_reused_tokens: int = 0
