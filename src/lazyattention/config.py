@@ -102,6 +102,9 @@ class EngineConfig:
             last one's, or at the end of the system message.
         chat_template: None = the tokenizer's own; "plain" = a plain one for models without; else a Jinja template.
         seed: Seed of requests that bring none; None = drawn anew for each.
+        compile: Compile the model's layers, which takes some seconds at start-up; None = on CUDA devices.
+        cuda_graphs: Replay small steps (decodes and short prompts over stored documents) as CUDA graphs; None = on CUDA
+            devices.
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -113,10 +116,16 @@ class EngineConfig:
     )
     chat_template: str | None = field(default=None, metadata=_doc('Chat template; "plain" for models without one.'))
     seed: int | None = field(default=None, metadata=_doc("Seed of requests that bring none."))
+    compile: bool | None = field(
+        default=None, metadata=_doc("Compile the model's layers at start-up; default: on a GPU.")
+    )
+    cuda_graphs: bool | None = field(default=None, metadata=_doc("Run small steps as CUDA graphs; default: on a GPU."))
 
     def __post_init__(self) -> None:
         _check_choice(self, "encoding", ENCODINGS)
         _check_choice(self, "documents_place", DOCUMENT_PLACES)
+        if self.chat_template is not None and self.chat_template != "plain" and "{" not in self.chat_template:
+            raise ConfigError(f"chat_template must be 'plain' or a Jinja template, got {self.chat_template!r:.80}")
 
     @classmethod
     def of(cls, base: "EngineConfig | None" = None, **options: object) -> "EngineConfig":
