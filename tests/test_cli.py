@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from fixtures.tiny_models import save_tiny
 from lazyattention.cli import app
 from lazyattention.cli.ask import spread_documents
 from lazyattention.cli.options import engine_fields
-from lazyattention.errors import UnsupportedError
+from lazyattention.errors import RequestError, UnsupportedError
 
 RUN = CliRunner()
 
@@ -236,3 +237,21 @@ def test_help_does_not_wait_for_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_unlearn_passes_arguments_errors_and_exit_codes_through(monkeypatch):
+    inner = typer.Typer()
+
+    @inner.command()
+    def go(code: int, text: str = ""):
+        if text:
+            raise RequestError(text)
+        raise typer.Exit(code)
+
+    monkeypatch.setattr("lazyattention.unlearn.cli.unlearn_app", inner)
+    assert RUN.invoke(app, ["unlearn", "0"]).exit_code == 0
+    assert RUN.invoke(app, ["unlearn", "3"]).exit_code == 3
+    result = RUN.invoke(app, ["unlearn", "3", "--text", "wrong"])
+    assert (result.exit_code, result.stderr) == (2, "error: wrong\n")
+    assert RUN.invoke(app, ["unlearn", "many"]).exit_code == 2
+    assert "--text" in RUN.invoke(app, ["unlearn", "--help"]).stdout

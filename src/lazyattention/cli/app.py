@@ -118,7 +118,9 @@ def unlearn(ctx: typer.Context) -> None:
     # Imported here and not above: it needs torch, and `lazyattention --help` must not wait for that.
     from lazyattention.unlearn.cli import unlearn_app
 
-    unlearn_app(args=ctx.args, prog_name="lazyattention unlearn", standalone_mode=False)
+    exit_code = unlearn_app(args=ctx.args, prog_name="lazyattention unlearn", standalone_mode=False)
+    if exit_code:  # without standalone mode, an exit inside is handed back instead of being raised
+        raise typer.Exit(exit_code)
 
 
 def main(args: Sequence[str] | None = None) -> None:
