@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import Field, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -51,9 +51,10 @@ def _flag(name: str, field: Field[Any], kind: Any) -> inspect.Parameter:  # noqa
     choices = field.metadata.get("choices")
     text = field.metadata["help"] + (f" One of: {', '.join(choices)}." if choices else "")
     default = "" if field.default is None else str(field.default)
-    option = typer.Option(
-        f"--{name.replace('_', '-')}", help=text, show_default=default or False, rich_help_panel=_PANEL
-    )
+    flag = f"--{name.replace('_', '-')}"
+    if bool in get_args(kind):
+        flag += f"/--no-{flag[2:]}"
+    option = typer.Option(flag, help=text, show_default=default or False, rich_help_panel=_PANEL)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

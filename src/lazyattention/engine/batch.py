@@ -71,7 +71,7 @@ class _Builder:
         index = np.arange(offset, offset + num_tokens)
         self.token_ids.append(np.asarray(token_ids, dtype=np.int64))
         self.positions.append(first_position + index)
-        self.slots.append(_slots(block_ids, index, self.block_size))
+        self.slots.append(slots_of(block_ids, index, self.block_size))
         self.store_turns.append(np.zeros(num_tokens, dtype=np.int64))
 
     def look_at(self, kv_range: KVRange, num_tokens: int, position_delta: int) -> None:
@@ -118,11 +118,7 @@ def build_batch(step: Step, block_size: int) -> Batch:
             if remaining[id(piece.sequence)] == 0:
                 sampled.append(piece.sequence)
                 sample_rows.append(builder.num_tokens - 1)
-    copies = [_copy_slots(span, block_size) for span in step.copies]
-    empty = np.empty(0, dtype=np.int64)
-    sources, targets, deltas = (
-        (np.concatenate(arrays) for arrays in zip(*copies, strict=True)) if copies else (empty, empty, empty)
-    )
+    sources, targets, deltas = copies_of(step, block_size)
     return Batch(
         token_ids=np.concatenate(builder.token_ids),
         positions=np.concatenate(builder.positions),
@@ -160,19 +156,9 @@ def _add_sequence_piece(builder: _Builder, piece: Piece, sequence: Sequence) -> 
     span = sequence.spans[piece.span_index]
     token_ids = span.token_ids[piece.offset : piece.offset + piece.num_tokens]
     builder.add_tokens(token_ids, span.start, span.block_ids, piece.offset)
-    plan = sequence.reuse_plan
-    assert plan is not None
-    if span.use is SpanUse.PRIVATE:
-        # As when encoded apart, the chunk directly follows its preamble: the preamble is moved up to it.
-        visible = [] if plan.preamble_index is None else [plan.preamble_index]
-    else:
-        visible = list(range(piece.span_index))
-    for index in visible:
+    for index, delta in spans_seen_from(sequence, piece.span_index):
         seen = sequence.spans[index]
-        delta = span.start - seen.start - len(seen.token_ids) if span.use is SpanUse.PRIVATE else 0
-        if seen.use is SpanUse.SHARED:
-            assert seen.chunk is not None
-            delta += seen.start - seen.chunk.base
+        if seen.chunk is not None and seen.use is SpanUse.SHARED:
             builder.look_at_chunk(seen.chunk, piece.num_tokens, delta, keys_turned=seen.chunk.keys_turned)
         else:
             kv_range = KVRange((id(sequence), index), seen.block_ids, len(seen.token_ids), seen.start)
@@ -182,15 +168,45 @@ def _add_sequence_piece(builder: _Builder, piece: Piece, sequence: Sequence) -> 
     builder.look_at(own, piece.num_tokens, 0)
 
 
+def spans_seen_from(sequence: Sequence, span_index: int) -> list[tuple[int, int]]:
+    """Return index and position_delta of every earlier span that one span's tokens see."""
+    plan, span = sequence.reuse_plan, sequence.spans[span_index]
+    assert plan is not None
+    if span.use is SpanUse.PRIVATE:
+        # As when encoded apart, the chunk directly follows its preamble: the preamble is moved up to it.
+        visible = [] if plan.preamble_index is None else [plan.preamble_index]
+    else:
+        visible = list(range(span_index))
+    found = []
+    for index in visible:
+        seen = sequence.spans[index]
+        delta = span.start - seen.start - len(seen.token_ids) if span.use is SpanUse.PRIVATE else 0
+        if seen.use is SpanUse.SHARED:
+            assert seen.chunk is not None
+            delta += seen.start - seen.chunk.base
+        found.append((index, delta))
+    return found
+
+
+def copies_of(step: Step, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return source slots, target slots and turns of everything that is copied before the forward."""
+    copies = [_copy_slots(span, block_size) for span in step.copies]
+    if not copies:
+        return (np.empty(0, dtype=np.int64),) * 3
+    sources, targets, deltas = (np.concatenate(arrays) for arrays in zip(*copies, strict=True))
+    return sources, targets, deltas
+
+
 def _copy_slots(span: SpanState, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     assert span.chunk is not None
     index = np.arange(len(span.token_ids))
-    sources = _slots(span.chunk.block_ids, index, block_size)
-    targets = _slots(span.block_ids, index, block_size)
+    sources = slots_of(span.chunk.block_ids, index, block_size)
+    targets = slots_of(span.block_ids, index, block_size)
     return sources, targets, np.full(len(index), span.start - span.chunk.base, dtype=np.int64)
 
 
-def _slots(block_ids: list[int], index: np.ndarray, block_size: int) -> np.ndarray:
+def slots_of(block_ids: list[int], index: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the slots of a span's consecutive tokens `index`."""
     first, last = int(index[0]) // block_size, int(index[-1]) // block_size
     blocks = np.asarray(block_ids[first : last + 1], dtype=np.int64)
     slots: np.ndarray = blocks[index // block_size - first] * block_size + index % block_size

@@ -11,7 +11,7 @@ from lazyattention.cache.kv_pool import kv_bytes_per_token
 from lazyattention.cache.manager import CacheManager
 from lazyattention.config import EngineConfig, check_encoding
 from lazyattention.engine.admission import Admission, CacheIdentity
-from lazyattention.engine.batch import Batch, build_batch
+from lazyattention.engine.batch import Batch
 from lazyattention.engine.checksums import ChecksumGuard
 from lazyattention.engine.detokenizer import Detokenizer
 from lazyattention.engine.documents import DocumentManager
@@ -79,7 +79,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.loaded = loaded
         self.default_method = REUSE_METHODS[self.config.reuse_method]
-        self.model_runner = ModelRunner(loaded, self.config.cache)
+        self.model_runner = ModelRunner(loaded, self.config)
         kv_pool = self.model_runner.kv_pool
         self.cache = CacheManager(kv_pool.num_blocks, kv_pool.block_size, chunk_ttl_s=self.config.cache.chunk_ttl_s)
         identity = CacheIdentity(
@@ -190,7 +190,7 @@ class Engine:
             self._fail(sequence.group, error)
         changed: list[RequestGroup] = []
         if step.pieces:
-            batch = build_batch(step, self.cache.block_size)
+            batch = self.model_runner.build_batch(step)
             try:
                 tokens = self._run(batch)
             except Exception as error:  # whatever the model raises must not take other requests along

@@ -177,7 +177,7 @@ class LLM:
         """End live requests and let go of the KV memory."""
         for request_id in self.engine.live_request_ids:
             self.engine.abort(request_id)
-        self.engine.model_runner.kv_pool.layers.clear()
+        self.engine.model_runner.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -6,8 +6,14 @@ Load a model with `attn_implementation="lazyattention"` after importing this mod
     model(input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_metadata=metadata)
 
 What a forward pass needs travels in the required keyword `attention_metadata`; nothing is kept between calls.
+
+Compiled layers cannot carry it: a graph takes tensors. They get a ticket in its place, a small tensor that names the
+metadata and the layer, and call one opaque operator, so that a graph has no break and is the same for every layer.
 """
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +25,9 @@ from lazyattention.errors import UnsupportedError
 from lazyattention.ops.metadata import AttentionMetadata
 
 ATTENTION_NAME = "lazyattention"
+# The same function for callers that never pass a mask. transformers makes no masks for a name it knows none for; for
+# the other one it looks through the positions first, and waits for the GPU to do so.
+MASKLESS_ATTENTION_NAME = "lazyattention_maskless"
 # Keywords that transformers' models pass along and that do not change what attention computes here.
 _HARMLESS_KEYWORDS = frozenset(
     {"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict"}
@@ -32,7 +41,7 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    attention_metadata: AttentionMetadata,
+    attention_metadata: AttentionMetadata | torch.Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -50,7 +59,8 @@ def attention_forward(
         key: `[1, num_kv_heads, num_tokens, head_dim]`, turned likewise.
         value: As key, not turned.
         attention_mask: Must be None: which keys are visible is the plan's matter.
-        attention_metadata: Plan, KV memory and rotary tables of this forward pass. The KV memory is written in place.
+        attention_metadata: Plan, KV memory and rotary tables of this forward pass, or a layer's ticket for them. The KV
+            memory is written in place.
         scaling: softmax_scale; None = `head_dim ** -0.5`.
         dropout: Must be 0.
         sliding_window: Keys at this distance or farther are not seen. None = all; it is never read from the module.
@@ -70,6 +80,13 @@ def attention_forward(
             f"input_ids has a batch of {query.shape[0]}; only 1 is allowed; put all requests' tokens in one row and "
             "tell them apart in attention_metadata"
         )
+    softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(attention_metadata, torch.Tensor):
+        # Nothing of the module but its constants may be read here: a graph is shared by all layers alike.
+        output = attention_by_ticket(
+            query, key, value, attention_metadata, softmax_scale, sliding_window, softcap, s_aux
+        )
+        return output, None
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int), "transformers numbers its attention modules"
     output = ops.run(
@@ -78,12 +95,96 @@ def attention_forward(
         value[0].transpose(0, 1),
         attention_metadata,
         layer_idx,
-        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softmax_scale=softmax_scale,
         sliding_window=sliding_window,
         logit_softcap=softcap,
         sinks=s_aux,
     )
     return output[None], None
+
+
+@torch.library.custom_op("lazyattention::attention_by_ticket", mutates_args=())
+def attention_by_ticket(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ticket: torch.Tensor,
+    softmax_scale: float,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `attention_forward`, opaque to compilers: KV memory is written behind the graph's back.
+
+    The output depends on everything written, and a layer's graph calls this once, so nothing can be reordered.
+
+    Args:
+        query: As the following, in transformers' layout.
+        key: As above.
+        value: As above.
+        ticket: int64 `[2]` on the CPU: number of an open `TicketBook`, layer index.
+        softmax_scale: Multiplies q·k.
+        sliding_window: As above.
+        logit_softcap: As above.
+        sinks: As above.
+
+    Returns:
+        `[1, num_tokens, num_q_heads, head_dim]`, a new tensor.
+    """
+    number, layer_idx = ticket.tolist()
+    return ops.run(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        _open_books[number],
+        layer_idx,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        logit_softcap=logit_softcap,
+        sinks=sinks,
+    )[None]
+
+
+@attention_by_ticket.register_fake
+def _attention_shape(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ticket: torch.Tensor,
+    softmax_scale: float,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+
+
+class TicketBook:
+    """The tickets of one model's layers, made once; they lead to a forward pass's metadata while it is open.
+
+    Attributes:
+        tickets: Layer index -> int64 `[2]` on the CPU.
+    """
+
+    def __init__(self, layer_indices: "set[int]") -> None:
+        """Make a ticket for each layer."""
+        self._number = next(_book_numbers)
+        self.tickets = {layer_idx: torch.tensor([self._number, layer_idx]) for layer_idx in layer_indices}
+
+    @contextmanager
+    def open(self, metadata: AttentionMetadata) -> Iterator["TicketBook"]:
+        """Let the tickets stand for `metadata` inside the block; one block at a time."""
+        assert self._number not in _open_books, "a forward pass is running on these layers"
+        _open_books[self._number] = metadata
+        try:
+            yield self
+        finally:
+            del _open_books[self._number]
+
+
+_book_numbers = itertools.count(1)
+# Only what is inside `TicketBook.open` right now, each under its own number.
+_open_books: dict[int, AttentionMetadata] = {}
 
 
 def refuse_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:  # noqa: ANN401
@@ -117,4 +218,5 @@ def _refuse_unknown(
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
+AttentionInterface.register(MASKLESS_ATTENTION_NAME, attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, refuse_mask)
