@@ -23,7 +23,7 @@ class ChecksumGuard:
             AssertionError: A stored chunk was written to.
         """
         for chunk in step.chunk_tokens:
-            if chunk.is_ready:
+            if chunk.is_ready and chunk.block_ids:  # else it was deleted and its last user ended in this very step
                 self._expected[chunk.key.digest] = (id(chunk), self._checksum(chunk))
         for chunk in batch.read_chunks:
             known = self._expected.get(chunk.key.digest)

@@ -67,11 +67,23 @@ class DocumentManager:
     """Documents by scope and id. Called from the engine's thread only."""
 
     def __init__(
-        self, cache: CacheManager, identity: CacheIdentity, live_requests: Callable[[], Iterable[RequestGroup]]
+        self,
+        cache: CacheManager,
+        identity: CacheIdentity,
+        live_requests: Callable[[], Iterable[RequestGroup]],
+        on_delete: Callable[[], None],
     ) -> None:
-        """Look after the documents of one cache; `live_requests` returns the requests that wait or run."""
+        """Look after the documents of one cache.
+
+        Args:
+            cache: What is stored.
+            identity: What its KV depends on.
+            live_requests: Returns the requests that wait or run.
+            on_delete: Called whenever a document was deleted, so that others forget what they know of it.
+        """
         self._cache = cache
         self._live_requests = live_requests
+        self._on_delete = on_delete
         self._texts: dict[tuple[str, str], Document] = {}
         self.bytes_per_token = identity.bytes_per_token
 
@@ -113,11 +125,12 @@ class DocumentManager:
         Raises:
             NotFoundError: Nothing is known of it.
         """
+        holders = [group for group in self._live_requests() if group.scope == scope and group.uses(document_id)]
         uploaded = self._texts.pop((scope, document_id), None)
         chunks, num_freed = self._cache.delete_document(scope, document_id)
-        if uploaded is None and not chunks and not num_freed:
+        if uploaded is None and not chunks and not num_freed and not holders:
             raise NotFoundError(f"document {document_id!r} is not stored")
-        holders = [group for group in self._live_requests() if group.scope == scope and group.uses(document_id)]
+        self._on_delete()
         for group in holders:
             group.forget_at_end.add(document_id)
             for sequence in group.sequences:

@@ -91,13 +91,13 @@ class Engine:
         self.scheduler = Scheduler(self.cache, Admission(self.cache, identity), self.config.scheduler)
         self.sampler = Sampler(tuple(loaded.eos_token_ids))
         self._groups: dict[str, RequestGroup] = {}
-        self.documents = DocumentManager(self.cache, identity, self._groups.values)
         self.prompts = PromptBuilder(
             loaded.tokenizer,
             max_chunk_len=self.config.cache.max_chunk_len,
             documents_place=self.config.documents_place,
             chat_template=self.config.chat_template,
         )
+        self.documents = DocumentManager(self.cache, identity, self._groups.values, self.prompts.forget_documents)
         self.stats = EngineStats()
         self._checksums = ChecksumGuard(kv_pool) if envs.DEBUG_CHECKSUMS else None
         self._ended: list[RequestGroup] = []
@@ -246,6 +246,8 @@ class Engine:
         changed: dict[str, RequestGroup] = {}
         for sequence, token in zip(batch.sampled, tokens, strict=True):
             group = sequence.group
+            if sequence.output.finish_reason is not None:
+                continue  # a sibling's failure in this very step ended the whole request
             if token.error is not None:
                 self._fail(group, token.error)
                 continue

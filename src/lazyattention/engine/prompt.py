@@ -105,6 +105,10 @@ class PromptBuilder:
         spans.append(Span(tuple(token_ids[num_first:])))
         return PromptLayout(tuple(spans))
 
+    def forget_documents(self) -> None:
+        """Drop the memo of tokenised documents: it holds their texts."""
+        self._document_spans.cache_clear()
+
     def document_spans(self, document: Document) -> list[Span]:
         """Return the spans a document contributes to any prompt, in order."""
         return self._document_spans_of(document)
