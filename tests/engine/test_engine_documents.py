@@ -126,14 +126,13 @@ def test_a_document_is_one_physical_copy_whatever_the_number_of_positions():
 def test_multi_turn_chat_computes_only_the_new_turn():
     """Documents first, history behind them: each turn reuses all whole blocks of text before it."""
     engine = make_engine(block_size=8)
-    history = list(named_tokens("t37"))
+    history, new_tokens = list(named_tokens("t37")), 0
     for turn in range(4):
         layout = prompt("p11 d33 d9 t1")
         layout = type(layout)((*layout.spans[:-1], type(layout.spans[0])(tuple(history))))
         output = answer(engine, layout, LONGER)
         if turn:
             assert output.num_computed_tokens <= new_tokens + engine.cache.block_size
-            assert output.num_computed_tokens < 40
         added = named_tokens(f"t15-{turn}")
         history += [*output.outputs[0].token_ids, *added]
         new_tokens = len(added) + 1
