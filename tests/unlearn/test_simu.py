@@ -12,9 +12,10 @@ import torch
 from memorizing_model import new_model, people, word_tokenizer
 
 from lazyattention.errors import ConfigError, RequestError
-from lazyattention.unlearn.config import GuardConfig
+from lazyattention.unlearn.config import GuardConfig, NeuronConfig
 from lazyattention.unlearn.guards import CollapseError, Guard
-from lazyattention.unlearn.objectives import OBJECTIVES
+from lazyattention.unlearn.neuron_mask import select_neurons
+from lazyattention.unlearn.objectives import IDK_ANSWERS, OBJECTIVES
 from lazyattention.unlearn.presets import preset
 from lazyattention.unlearn.simu import UnlearnSets, unlearn, with_idk_answers
 from lazyattention.unlearn.snapshot import Snapshot
@@ -36,9 +37,13 @@ QUICK = {
 }
 
 
+def small_model():
+    return new_model(TOKENIZER, hidden_size=48, intermediate_size=96, num_hidden_layers=2)
+
+
 def run(method="simu", tmp_path=None, model=None, sets=SETS, resume_from=None, **options):
     overrides = QUICK | {name.replace("__", "."): value for name, value in options.items()}
-    model = model if model is not None else new_model(TOKENIZER)
+    model = model if model is not None else small_model()
     before = copy.deepcopy(model.state_dict())
     result = unlearn(
         model,
@@ -81,7 +86,7 @@ def test_lora_with_gradient_checkpointing_trains(checkpointing):
     """Frozen embeddings and checkpointed layers: without input gradients nothing would be trained, silently."""
     before, result = run("simu-lora", train__gradient_checkpointing=checkpointing)
     loras = [p for n, p in result.model.named_parameters() if "lora_B" in n]
-    assert len(loras) == 3 * 4
+    assert len(loras) == 2 * 4
     assert all(p.abs().max() > 0 for p in loras)
     base = result.model.get_base_model().state_dict()
     for name, value in before.items():
@@ -98,7 +103,7 @@ def test_checkpointing_does_not_change_the_result():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains(name):
-    _, result = run(objective__name=name)
+    _, result = run(objective__name=name, train__num_epochs=1)
     assert result.num_changed > 0
     assert all(math.isfinite(row["loss"]) for row in result.steps)
     kinds = {row["retain_loss"] is None for row in result.steps}
@@ -114,7 +119,7 @@ def test_the_reference_model_stays_the_original():
 
 
 def test_bf16_weights_train_with_float32_state():
-    before, result = run("simu", model=new_model(TOKENIZER).to(torch.bfloat16))
+    before, result = run("simu", model=small_model().to(torch.bfloat16))
     assert result.num_changed > 0
     assert all(value.dtype == torch.bfloat16 for value in result.model.state_dict().values())
     frozen = [n for n in before if "mlp.up_proj" in n or "embed" in n]
@@ -129,7 +134,7 @@ def test_one_seed_gives_one_result_and_another_another():
     assert states[0].mask.digest() == states[1].mask.digest()
 
 
-@pytest.mark.parametrize("method", ["simu", "simu-lora", "graddiff"])
+@pytest.mark.parametrize("method", ["simu", pytest.param("simu-lora", marks=pytest.mark.slow), "graddiff"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method, tmp_path):
     options = {"train__save_steps": 3, "optimizer__hessian_interval": 2, "objective__name": "npo"}
     _, whole = run(method, tmp_path=tmp_path / "whole", **options)
@@ -247,14 +252,24 @@ def test_idk_answers_replace_answers_only():
     replaced = with_idk_answers(SPLITS["forget"])
     assert [e.question for e in replaced] == [e.question for e in SPLITS["forget"]]
     assert len({e.answer for e in replaced}) > 1
-    assert all("know" in e.answer or "n't" in e.answer or e.answer[0].isupper() for e in replaced)
+    assert {e.answer for e in replaced} <= set(IDK_ANSWERS)
+    assert [e.example_id for e in replaced] == [e.example_id for e in SPLITS["forget"]]
 
 
 def test_dual_policies_need_and_report_the_retain_score():
     _, keep = run(attribution__contrast=True)
     assert 0.0 <= keep.dual_share <= 1.0
     _, drop = run(neurons__dual="drop", neurons__min_per_layer=0)
-    assert sum(drop.mask.counts) <= sum(keep.mask.counts) * 50
+    _, only = run(neurons__dual="only", neurons__min_per_layer=0)
+    critical = select_neurons(
+        drop.scores.signed(preset("simu").attribution)[0], NeuronConfig(min_per_layer=0), axis="in"
+    )
+    for all_of, without, dual in zip(critical.layers, drop.mask.layers, only.mask.layers, strict=True):
+        assert torch.equal(all_of, without | dual)
+        assert not (without & dual).any()
+    share = sum(only.mask.counts) / sum(critical.counts)
+    assert drop.dual_share == only.dual_share
+    assert drop.dual_share == pytest.approx(share, abs=0.1)
     assert run()[1].dual_share is None
 
 

@@ -91,7 +91,16 @@ def _explained() -> Iterator[None]:
 
 def _workflow() -> Any:  # noqa: ANN401 - a module
     with _explained():
-        return importlib.import_module("lazyattention.unlearn.workflow")
+        workflow = importlib.import_module("lazyattention.unlearn.workflow")
+    _quiet_transformers()
+    return workflow
+
+
+def _quiet_transformers() -> None:
+    """Our own bars say what is going on; transformers' bars for every load and save do not."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
@@ -229,6 +238,7 @@ def evaluate_model(
     from lazyattention.unlearn.loading import load_trainable
     from lazyattention.unlearn.metrics import evaluate
 
+    _quiet_transformers()
     with _explained():
         splits = _load_splits(split)
         loaded = load_trainable(model, TrainConfig(device=device), adapter=adapter)
@@ -266,6 +276,7 @@ def probe(
     from lazyattention.unlearn.loading import load_trainable
     from lazyattention.unlearn.probes import run_probes
 
+    _quiet_transformers()
     with _explained():
         config = TrainConfig(device=device)
         first = load_trainable(model, config, adapter=adapter)

@@ -2,6 +2,7 @@
 """The report's figures as inline SVG: crisp at any size, one file, no network."""
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    # The figure alone: no XML prologue, and no metadata, whose addresses would look like network use.
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
 def _axes(figure: Figure, position: int = 111) -> Any:  # noqa: ANN401 - matplotlib axes
