@@ -98,6 +98,8 @@ class EngineConfig:
             full_recompute.
         encoding: What a chunk sees when it is encoded: "after_preamble" (the text before the first document) or
             "isolated" (nothing else).
+        max_loss: Reuse only if it was measured to make answers at most this much less likely, in nats per answer token;
+            otherwise recompute with full attention. None = always reuse.
         documents_place: Where documents given beside the messages go: before the first user message's text, before the
             last one's, or at the end of the system message.
         chat_template: None = the tokenizer's own; "plain" = a plain one for models without; else a Jinja template.
@@ -111,6 +113,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     reuse_method: str = field(default="rotate_query", metadata=_doc("How stored KV is used at a new position."))
     encoding: str = field(default="after_preamble", metadata=_doc("What a chunk sees when encoded.", choices=ENCODINGS))
+    max_loss: float | None = field(
+        default=None, metadata=_doc("Reuse only if its measured loss is at most this, in nats per answer token.")
+    )
     documents_place: str = field(
         default="first_user", metadata=_doc("Where documents given beside the messages go.", choices=DOCUMENT_PLACES)
     )
@@ -124,6 +129,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice(self, "encoding", ENCODINGS)
         _check_choice(self, "documents_place", DOCUMENT_PLACES)
+        _check_positive(self, "max_loss")
         if self.chat_template is not None and self.chat_template != "plain" and "{" not in self.chat_template:
             raise ConfigError(f"chat_template must be 'plain' or a Jinja template, got {self.chat_template!r:.80}")
 

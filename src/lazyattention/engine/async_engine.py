@@ -76,6 +76,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         scope: str = "default",
+        reuse: str = "auto",
         reuse_method: str | None = None,
         deadline_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -101,7 +102,13 @@ class AsyncEngine:
 
         def add() -> None:
             self._engine.add_request(
-                request_id, layout, params, scope=scope, reuse_method=reuse_method, deadline_s=deadline_s
+                request_id,
+                layout,
+                params,
+                scope=scope,
+                reuse=reuse,
+                reuse_method=reuse_method,
+                deadline_s=deadline_s,
             )
             was_added.set()
             self._streams[request_id] = deliver
@@ -165,7 +172,8 @@ class AsyncEngine:
         layout = await self.call(
             lambda: self._engine.prompts.chat(messages or [{"role": "user", "content": "?"}], [document])
         )
-        outputs = [output async for output in self.generate(layout, SamplingParams(max_tokens=1), scope=scope)]
+        warming = self.generate(layout, SamplingParams(max_tokens=1), scope=scope, reuse="always")
+        outputs = [output async for output in warming]
         return outputs[-1]
 
     async def list_documents(self, *, scope: str = "default") -> list[DocumentInfo]:

@@ -15,6 +15,7 @@ from lazyattention.engine.batch import Batch
 from lazyattention.engine.checksums import ChecksumGuard
 from lazyattention.engine.detokenizer import Detokenizer
 from lazyattention.engine.documents import DocumentManager
+from lazyattention.engine.gate import decide
 from lazyattention.engine.model_runner import ModelRunner
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput, Timings
 from lazyattention.engine.prompt import PromptBuilder
@@ -23,7 +24,7 @@ from lazyattention.engine.sampler import SampledToken, Sampler, SamplingRow, see
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.engine.scheduler import Scheduler, Step
 from lazyattention.errors import CapacityError, LazyAttentionError, RequestError
-from lazyattention.reuse import REUSE_METHODS, PromptLayout
+from lazyattention.reuse import REUSE_METHODS, PromptLayout, ReuseMethod
 from lazyattention.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 # Expired chunks and passed deadlines are looked for this often.
 _HOUSEKEEPING_S = 1.0
+REUSE_CHOICES = ("auto", "always", "never")
 
 
 @dataclass(slots=True)
@@ -78,7 +80,9 @@ class Engine:
         """
         self.config = config or EngineConfig()
         self.loaded = loaded
-        self.default_method = REUSE_METHODS[self.config.reuse_method]
+        self.configured_method = REUSE_METHODS[self.config.reuse_method]
+        self.gate = decide(loaded.weights_id, self.config)
+        self.default_method = REUSE_METHODS[self.gate.reuse_method]
         self.model_runner = ModelRunner(loaded, self.config)
         kv_pool = self.model_runner.kv_pool
         self.cache = CacheManager(kv_pool.num_blocks, kv_pool.block_size, chunk_ttl_s=self.config.cache.chunk_ttl_s)
@@ -120,6 +124,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         scope: str = "default",
+        reuse: str = "auto",
         reuse_method: str | None = None,
         encoding: str | None = None,
         deadline_s: float | None = None,
@@ -132,7 +137,9 @@ class Engine:
             layout: The prompt, from `prompts`.
             params: How to sample; None = defaults.
             scope: The tenant; KV is never shared between scopes.
-            reuse_method: Another method than the engine's, for this request.
+            reuse: "auto" = as the gate decided; "always" = by the engine's method whatever the gate says; "never" =
+                recompute documents with full attention.
+            reuse_method: Another method than the engine's, for this request; overrides the gate, so leave `reuse` out.
             encoding: Another encoding than the engine's, for this request; chunks of both lie in one store.
             deadline_s: Monotonic seconds after which it is ended with an error.
             arrival_s: When it came in, if not now.
@@ -141,6 +148,7 @@ class Engine:
             RequestError: The id is taken, the prompt is empty or too long, or the request can never fit.
             ConfigError: The reuse method or the encoding is unknown.
         """
+        method = self._method_for(reuse, reuse_method)
         params = params or SamplingParams()
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
@@ -154,7 +162,6 @@ class Engine:
                 f"max_model_len is {self.max_model_len} and at least one token must be generated; shorten it or give "
                 "fewer documents"
             )
-        method = self.default_method if reuse_method is None else REUSE_METHODS[reuse_method]
         timings = Timings(arrival_s=time.monotonic() if arrival_s is None else arrival_s)
         encoding = check_encoding(encoding or self.config.encoding)
         group = RequestGroup(request_id, layout, layout.token_ids, params, method, scope, timings, deadline_s, encoding)
@@ -342,6 +349,17 @@ class Engine:
             if group.deadline_s is not None and group.deadline_s <= now:
                 waited_s = now - group.timings.arrival_s
                 self._fail(group, CapacityError(f"the request's deadline passed after {waited_s:.1f} s; retry later"))
+
+    def _method_for(self, reuse: str, reuse_method: str | None) -> ReuseMethod:
+        if reuse not in REUSE_CHOICES:
+            raise RequestError(f"reuse must be one of {', '.join(REUSE_CHOICES)}, got {reuse!r:.80}")
+        if reuse_method is not None:
+            if reuse != "auto":
+                raise RequestError(f"reuse={reuse!r} and reuse_method={reuse_method!r} exclude each other; give one")
+            return REUSE_METHODS[reuse_method]
+        if reuse == "auto":
+            return self.default_method
+        return self.configured_method if reuse == "always" else REUSE_METHODS["full_recompute"]
 
     def _new_sequence(self, group: RequestGroup, index: int) -> Sequence:
         params = group.params

@@ -88,6 +88,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         documents: Sequence[DocumentLike] | Sequence[Sequence[DocumentLike]] | None = None,
+        reuse: str = "auto",
         reuse_method: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
@@ -97,6 +98,7 @@ class LLM:
             prompts: One prompt, several, or token ids.
             sampling_params: For all, or one per prompt.
             documents: For all, or one list per prompt.
+            reuse: "auto" = as `max_loss` decided; "always"; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's.
             progress: Overrides the LLM's setting.
 
@@ -112,7 +114,7 @@ class LLM:
             self.engine.prompts.text(prompt, [Document.of(d) for d in docs])
             for prompt, docs in zip(many, given, strict=True)
         ]
-        return self._run(layouts, sampling_params, reuse_method, progress)
+        return self._run(layouts, sampling_params, reuse_method, progress, reuse=reuse)
 
     def chat(
         self,
@@ -121,6 +123,7 @@ class LLM:
         *,
         documents: Sequence[DocumentLike] | Sequence[Sequence[DocumentLike]] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        reuse: str = "auto",
         reuse_method: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
@@ -131,6 +134,7 @@ class LLM:
             sampling_params: For all, or one per conversation.
             documents: Documents beside the messages: for all, or one list per conversation.
             tools: Tool descriptions for the chat template.
+            reuse: "auto" = as `max_loss` decided; "always"; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's.
             progress: Overrides the LLM's setting.
 
@@ -145,7 +149,7 @@ class LLM:
         many: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
         given = _spread(documents, len(many))
         layouts = [self._chat_layout(conversation, docs, tools) for conversation, docs in zip(many, given, strict=True)]
-        return self._run(layouts, sampling_params, reuse_method, progress)
+        return self._run(layouts, sampling_params, reuse_method, progress, reuse=reuse)
 
     def stream(
         self,
@@ -154,6 +158,7 @@ class LLM:
         *,
         documents: Sequence[DocumentLike] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        reuse: str = "auto",
         reuse_method: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation as it comes: an output per step, with new text in `outputs[i].delta_text`.
@@ -166,7 +171,7 @@ class LLM:
         """
         layout = self._chat_layout(messages, documents or (), tools)
         request_id = next(self._ids)
-        self.engine.add_request(request_id, layout, sampling_params, reuse_method=reuse_method)
+        self.engine.add_request(request_id, layout, sampling_params, reuse=reuse, reuse_method=reuse_method)
         return self._stream(request_id)
 
     def stats(self) -> dict[str, Any]:
@@ -218,6 +223,7 @@ class LLM:
         reuse_method: str | None,
         progress: bool | None,
         title: str = "Answering",
+        reuse: str = "auto",
     ) -> list[RequestOutput]:
         """Run all layouts to the end; a layout that is refused becomes an output with an error."""
         if isinstance(sampling_params, Sequence) and len(sampling_params) != len(layouts):
@@ -230,7 +236,7 @@ class LLM:
             try:
                 for index, (request_id, layout) in enumerate(zip(ids, layouts, strict=True)):
                     params = sampling_params[index] if isinstance(sampling_params, Sequence) else sampling_params
-                    self.engine.add_request(request_id, layout, params, reuse_method=reuse_method)
+                    self.engine.add_request(request_id, layout, params, reuse=reuse, reuse_method=reuse_method)
                 while len(outputs) < len(ids):
                     for output in self.engine.step():
                         if output.finished and output.request_id in ids:
@@ -278,7 +284,7 @@ class Documents:
         engine = self._llm.engine
         given = [Document.of(document) for document in documents]
         layouts = [self._llm._chat_layout(messages, [document], None) for document in given]
-        outputs = self._llm._run(layouts, SamplingParams(max_tokens=1), None, progress, title="Reading documents")
+        outputs = self._llm._run(layouts, SamplingParams(max_tokens=1), None, progress, title="Reading documents", reuse="always")
         for output in outputs:
             if output.error is not None:
                 raise output.error
