@@ -22,7 +22,7 @@ from lazyattention.ops._layout import LayoutSpec, PlanArrays
 from lazyattention.ops._tiles import TileShape, num_multiprocessors, tiles_for
 from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.attention import run_kernels
-from lazyattention.ops.chunk_prefill import chunk_prefill
+from lazyattention.ops.chunk_prefill import chunk_prefill, has_unmasked_prefill
 from lazyattention.ops.device_plan import DevicePlan, build_device_plan, lay_out, pack
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
 from lazyattention.ops.merge_states import merge_parts
@@ -101,7 +101,8 @@ class Problem:
             decode_many=tiles.decode_many,
             prefill=tiles.prefill,
             num_programs=num_multiprocessors(DEVICE),
-            prefill_min_tokens=max(2, tiles.decode_many.tile_m // group),
+            prefill_min_tokens=max(2, tiles.prefill_min_rows // group),
+            has_unmasked_prefill=has_unmasked_prefill(self.q, self.kv, self.rotary, AttendOptions(1.0)),
         )
         return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
 

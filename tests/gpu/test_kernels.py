@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lazyattention.ops import AttentionMetadata, KVRange, LayerRotary, RowGroup, make_plan, run
+from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.attention import layout_spec
 from lazyattention.ops.layer_kv import LayerKV
 from lazyattention.ops.merge_states import merge_states
@@ -248,7 +249,7 @@ def test_captured_graph_replays_changed_plans():
     q = torch.zeros(bucket, 8, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.zeros(bucket, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     rotary = on_gpu(rotary_of(128))
-    spec = layout_spec(q, LayerKV(k_cache, v_cache), block_size, None)
+    spec = layout_spec(q, LayerKV(k_cache, v_cache), block_size, rotary, AttendOptions(0.1))
     capacity = StaticCapacity(num_tokens=bucket, max_rows=64, max_tasks=400, max_parts=1000)
     static = StaticPlan(capacity, [spec], block_size=block_size, blocks=decoding.builder.blocks)
     metadata = AttentionMetadata(static.plan, [(k_cache, v_cache)], [rotary])

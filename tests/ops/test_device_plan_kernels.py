@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyattention.ops import AttentionMetadata, LayerRotary, run
+from lazyattention.ops import AttentionMetadata, LayerRotary, attention, run
 from lazyattention.ops._layout import LayoutSpec
 from lazyattention.ops._tiles import TileShape
 from lazyattention.ops.attend import AttendOptions, attend
@@ -70,6 +70,24 @@ def test_any_plan_for_kernels_equals_dense_attention(
     rotary, options = rotary_of(16), AttendOptions(0.3, sliding_window=window)
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
     got = run_kernel_plan(step, rotary, options, sinks)
+    torch.testing.assert_close(got, dense_oracle(step, rotary, options, sinks), rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    chunk_lens=st.lists(st.integers(0, 130), max_size=4),
+    queries=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 9, 33, 70])), min_size=1, max_size=3),
+)
+def test_unmasked_tiles_in_tasks_of_their_own(seed, chunk_lens, queries):
+    step = random_step(
+        np.random.default_rng(seed), chunk_lens=tuple(chunk_lens), queries=tuple(queries), contiguous=True
+    )
+    rotary, options = rotary_of(16), AttendOptions(0.3)
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "has_unmasked_prefill", lambda *_: True)
+        got = run_kernel_plan(step, rotary, options, sinks)
     torch.testing.assert_close(got, dense_oracle(step, rotary, options, sinks), rtol=1e-6, atol=1e-6)
 
 

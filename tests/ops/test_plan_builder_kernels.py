@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyattention.ops import AttentionMetadata, run
+from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.attention import layout_spec
 from lazyattention.ops.layer_kv import LayerKV
 from lazyattention.ops.static_plan import StaticCapacity, StaticPlan
@@ -36,7 +37,7 @@ class Layer:
         )
 
     def spec(self, window=None):
-        return layout_spec(self.q, LayerKV(*self.caches[0]), BLOCK_SIZE, window)
+        return layout_spec(self.q, LayerKV(*self.caches[0]), BLOCK_SIZE, self.rotary, AttendOptions(0.3, window))
 
 
 @settings(max_examples=20, deadline=None)

@@ -56,6 +56,7 @@ class LayoutSpec:
         prefill: Tiles of chunk_prefill.
         num_programs: Programs the device runs at once.
         prefill_min_tokens: Query tokens from which a group goes to chunk_prefill.
+        has_unmasked_prefill: There is a faster kernel for chunk_prefill's tiles without a mask in consecutive slots.
     """
 
     num_kv_heads: int
@@ -67,6 +68,7 @@ class LayoutSpec:
     prefill: TileShape
     num_programs: int
     prefill_min_tokens: int
+    has_unmasked_prefill: bool = False
 
 
 class PartRows(Protocol):

@@ -13,6 +13,16 @@ from lazyattention.ops._layout import LayoutSpec, PlanArrays, concatenated_range
 # What starting a program and writing its result costs, in key tiles.
 _PROGRAM_TILES = 1.5
 _MAX_PARTS = 64
+# Fewer tiles than this are not worth a task, and a partial state, of their own.
+_MIN_APART_TILES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TaskList:
+    """Tasks int64 `[num_tasks, 10]`, and the query tile of each, int64 `[num_tasks]`."""
+
+    tasks: np.ndarray
+    q_tiles: np.ndarray
 
 
 @dataclass(slots=True)
@@ -23,8 +33,8 @@ class PrefillLayout:
         row_tokens: int64 `[num_rows]`, query token of each row.
         tile_rows: int64 `[num_q_tiles + 1]`, first row of each query tile.
         tile_parts: int64 `[num_q_tiles]`, parts of each query tile.
-        task_tiles: int64 `[num_tasks]`, query tile of each task.
-        tasks: int64 `[num_tasks, 10]`.
+        tasks: Tasks of the kernel that does everything, and the query tile of each.
+        apart: Tasks of the kernel for tiles without a mask, likewise.
         tiles: int64 `[num_tiles, 8]`.
         segments: int64 `[num_segments + 1]`.
         masked: int64.
@@ -35,8 +45,8 @@ class PrefillLayout:
     row_tokens: np.ndarray
     tile_rows: np.ndarray
     tile_parts: np.ndarray
-    task_tiles: np.ndarray
-    tasks: np.ndarray
+    tasks: TaskList
+    apart: TaskList
     tiles: np.ndarray
     segments: np.ndarray
     masked: np.ndarray
@@ -49,7 +59,8 @@ class PrefillLayout:
             return np.empty(0, np.int64)
         alone = np.maximum.reduceat(rows_per_token[self.row_tokens], self.tile_rows[:-1]) == 1
         is_direct = alone & (self.tile_parts == 1)
-        self.tasks[is_direct[self.task_tiles], 9] = -1
+        for task_list in (self.tasks, self.apart):
+            task_list.tasks[is_direct[task_list.q_tiles], 9] = -1
         parts = np.where(is_direct, 0, self.tile_parts)
         return np.repeat(parts, np.diff(self.tile_rows))
 
@@ -70,7 +81,9 @@ class _Run:
     masked: np.ndarray  # tiles of this run
 
 
-def lay_out_prefill(arrays: PlanArrays, chosen: np.ndarray, positions: np.ndarray, spec: LayoutSpec) -> PrefillLayout:
+def lay_out_prefill(
+    arrays: PlanArrays, chosen: np.ndarray, positions: np.ndarray, spec: LayoutSpec, keys_turned: bool
+) -> PrefillLayout:
     """Lay out the chosen groups."""
     groups = np.flatnonzero(chosen)
     if len(groups) == 0:
@@ -92,26 +105,28 @@ def lay_out_prefill(arrays: PlanArrays, chosen: np.ndarray, positions: np.ndarra
     changes = np.flatnonzero(np.diff(tiles[:, 5])) + 1
     full_ends = tile_offsets[:-1] + np.array([run.num_full for run in runs])
     segments = np.unique(np.concatenate(([0, len(tiles)], changes, full_ends, tile_offsets)))
-    tasks, task_tiles, tile_parts = _cut(q_tiles, masked_counts, segments, spec)
+    is_contiguous = all(run.is_contiguous for run in runs)
+    may_be_apart = spec.has_unmasked_prefill and is_contiguous and keys_turned
+    tasks, apart, tile_parts = _cut(q_tiles, masked_counts, segments, spec, may_be_apart)
     return PrefillLayout(
         row_tokens=concatenated_ranges(q_tiles[:, 0], q_tiles[:, 1]),
         tile_rows=np.concatenate(([0], np.cumsum(q_tiles[:, 1]))),
         tile_parts=tile_parts,
-        task_tiles=task_tiles,
         tasks=tasks,
+        apart=apart,
         tiles=tiles,
         segments=segments,
         masked=masked,
-        is_contiguous=all(run.is_contiguous for run in runs),
+        is_contiguous=is_contiguous,
     )
 
 
 def _empty() -> PrefillLayout:
     nothing = np.empty(0, np.int64)
+    no_tasks = TaskList(np.empty((0, 10), np.int64), nothing)
     return PrefillLayout(
-        nothing, np.zeros(1, np.int64), nothing, nothing, np.empty((0, 10), np.int64), np.empty((0, 8), np.int64),
-        nothing, nothing, True,
-    )  # fmt: skip
+        nothing, np.zeros(1, np.int64), nothing, no_tasks, no_tasks, np.empty((0, 8), np.int64), nothing, nothing, True
+    )
 
 
 def _lay_out_run(arrays: PlanArrays, groups: np.ndarray, positions: np.ndarray, spec: LayoutSpec) -> _Run:
@@ -183,33 +198,46 @@ def _key_tiles(arrays: PlanArrays, groups: np.ndarray, spec: LayoutSpec) -> tupl
 
 
 def _cut(
-    q_tiles: np.ndarray, masked_counts: np.ndarray, segments: np.ndarray, spec: LayoutSpec
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut each query tile's keys into parts; return tasks, the query tile of each, and parts per query tile."""
+    q_tiles: np.ndarray, masked_counts: np.ndarray, segments: np.ndarray, spec: LayoutSpec, may_be_apart: bool
+) -> tuple[TaskList, TaskList, np.ndarray]:
+    """Cut each query tile's keys into tasks for the two kernels; return them and the parts per query tile."""
     num_full = q_tiles[:, 3] - q_tiles[:, 2]
-    work = num_full + masked_counts
-    part_tiles = _part_tiles(work, spec)
-    tile_parts = np.maximum(1, -(-work // part_tiles))
-    tile = np.repeat(np.arange(len(q_tiles)), tile_parts)
-    part = concatenated_ranges(np.zeros_like(tile_parts), tile_parts)
-    low = work[tile] * part // tile_parts[tile]
-    high = work[tile] * (part + 1) // tile_parts[tile]
-    row_starts = np.cumsum(q_tiles[:, 1]) - q_tiles[:, 1]
+    is_apart = (num_full >= _MIN_APART_TILES) & may_be_apart
     masked_starts = np.cumsum(masked_counts) - masked_counts
-    tasks = np.empty((len(tile), 10), np.int64)
-    tasks[:, 0] = row_starts[tile]
-    tasks[:, 1] = q_tiles[tile, 1]
-    tasks[:, 2] = q_tiles[tile, 0]
-    tasks[:, 3] = q_tiles[tile, 2] + np.minimum(low, num_full[tile])
-    tasks[:, 4] = q_tiles[tile, 2] + np.minimum(high, num_full[tile])
-    tasks[:, 5] = masked_starts[tile] + np.maximum(low - num_full[tile], 0)
-    tasks[:, 6] = masked_starts[tile] + np.maximum(high - num_full[tile], 0)
-    has_full = tasks[:, 4] > tasks[:, 3]
-    tasks[:, 7] = np.where(has_full, np.searchsorted(segments, tasks[:, 3], side="right") - 1, 0)
-    tasks[:, 8] = np.where(has_full, np.searchsorted(segments, tasks[:, 4], side="left"), 0)
-    tasks[:, 9] = part
-    longest_first = np.argsort(low - high, kind="stable")
-    return tasks[longest_first], tile[longest_first], tile_parts
+    row_starts = np.cumsum(q_tiles[:, 1]) - q_tiles[:, 1]
+    parts_before = np.zeros(len(q_tiles), np.int64)
+
+    def split(chosen: np.ndarray, full_counts: np.ndarray, mask_counts: np.ndarray) -> TaskList:
+        """Split the chosen query tiles' keys, full tiles first, into parts; number the parts on."""
+        if len(chosen) == 0:
+            return TaskList(np.empty((0, 10), np.int64), chosen)
+        work = full_counts[chosen] + mask_counts[chosen]
+        parts = np.maximum(1, -(-work // _part_tiles(work, spec)))
+        job = np.repeat(np.arange(len(chosen)), parts)
+        part = concatenated_ranges(np.zeros_like(parts), parts)
+        tile, num_full = chosen[job], full_counts[chosen][job]
+        low, high = work[job] * part // parts[job], work[job] * (part + 1) // parts[job]
+        tasks = np.empty((len(job), 10), np.int64)
+        tasks[:, 0] = row_starts[tile]
+        tasks[:, 1] = q_tiles[tile, 1]
+        tasks[:, 2] = q_tiles[tile, 0]
+        tasks[:, 3] = q_tiles[tile, 2] + np.minimum(low, num_full)
+        tasks[:, 4] = q_tiles[tile, 2] + np.minimum(high, num_full)
+        tasks[:, 5] = masked_starts[tile] + np.maximum(low - num_full, 0)
+        tasks[:, 6] = masked_starts[tile] + np.maximum(high - num_full, 0)
+        has_full = tasks[:, 4] > tasks[:, 3]
+        tasks[:, 7] = np.where(has_full, np.searchsorted(segments, tasks[:, 3], side="right") - 1, 0)
+        tasks[:, 8] = np.where(has_full, np.searchsorted(segments, tasks[:, 4], side="left"), 0)
+        tasks[:, 9] = part + parts_before[tile]
+        parts_before[chosen] += parts
+        longest_first = np.argsort(low - high, kind="stable")
+        return TaskList(tasks[longest_first], tile[longest_first])
+
+    nothing = np.zeros_like(masked_counts)
+    apart = split(np.flatnonzero(is_apart), num_full, nothing)
+    rest = np.flatnonzero(~is_apart | (masked_counts > 0))
+    tasks = split(rest, np.where(is_apart, 0, num_full), masked_counts)
+    return tasks, apart, parts_before
 
 
 def _part_tiles(work: np.ndarray, spec: LayoutSpec) -> int:

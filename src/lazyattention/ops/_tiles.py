@@ -34,11 +34,14 @@ class Tiles:
         decode_few: shared_decode when ranges have few rows each.
         decode_many: shared_decode when many rows share ranges.
         prefill: chunk_prefill.
+        prefill_min_rows: Rows of one request (tokens times query heads per KV head) from which it goes to
+            chunk_prefill.
     """
 
     decode_few: TileShape
     decode_many: TileShape
     prefill: TileShape
+    prefill_min_rows: int = 64
 
 
 # Largest padded head_dim -> tiles, 16-bit KV.
@@ -50,7 +53,7 @@ _TILES = {
 # float32 is for tests: half the keys per step, so that shared memory suffices.
 _FLOAT32_TILES = Tiles(TileShape(16, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 2))
 # The interpreter: small tiles, so that small tests have several.
-_INTERPRETED_TILES = Tiles(TileShape(16, 16, 4, 1), TileShape(64, 32, 4, 1), TileShape(32, 16, 4, 1))
+_INTERPRETED_TILES = Tiles(TileShape(16, 16, 4, 1), TileShape(64, 32, 4, 1), TileShape(32, 16, 4, 1), 32)
 
 
 def next_power_of_2(n: int) -> int:

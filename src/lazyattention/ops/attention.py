@@ -6,11 +6,11 @@ import torch
 from lazyattention.ops._layout import LayoutSpec
 from lazyattention.ops._tiles import num_multiprocessors, tiles_for
 from lazyattention.ops.attend import AttendOptions, attend
-from lazyattention.ops.chunk_prefill import chunk_prefill
+from lazyattention.ops.chunk_prefill import chunk_prefill, has_unmasked_prefill
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
 from lazyattention.ops.merge_states import merge_parts, merge_states
 from lazyattention.ops.metadata import AttentionMetadata
-from lazyattention.ops.rotary import turn
+from lazyattention.ops.rotary import LayerRotary, turn
 from lazyattention.ops.shared_decode import shared_decode
 from lazyattention.ops.store_kv import store_kv
 
@@ -75,7 +75,7 @@ def run_kernels(
     plan, rotary = metadata.plan, metadata.rotaries[layer_idx]
     kv = LayerKV(*metadata.kv_caches[layer_idx])
     store_kv(k, v, kv.k_cache, kv.v_cache, plan.slot_mapping, store_turns=plan.store_turns, rotary=rotary)
-    work = plan.device_plan(layout_spec(q, kv, plan.block_size, options.sliding_window))
+    work = plan.device_plan(layout_spec(q, kv, plan.block_size, rotary, options))
     out = torch.empty((*q.shape[:2], kv.v_cache.shape[3]), dtype=q.dtype, device=q.device)
     states = PartialStates(
         torch.empty((work.num_parts, q.shape[1], out.shape[2]), dtype=q.dtype, device=q.device),
@@ -89,7 +89,9 @@ def run_kernels(
     return out
 
 
-def layout_spec(q: torch.Tensor, kv: LayerKV, block_size: int, sliding_window: int | None) -> LayoutSpec:
+def layout_spec(
+    q: torch.Tensor, kv: LayerKV, block_size: int, rotary: LayerRotary, options: AttendOptions
+) -> LayoutSpec:
     """Return what shapes the device plan of a layer."""
     num_kv_heads, head_dim = kv.k_cache.shape[2:]
     tiles = tiles_for(q.device, head_dim, q.dtype)
@@ -98,10 +100,11 @@ def layout_spec(q: torch.Tensor, kv: LayerKV, block_size: int, sliding_window: i
         num_kv_heads=num_kv_heads,
         group=group,
         block_size=block_size,
-        sliding_window=sliding_window,
+        sliding_window=options.sliding_window,
         decode_few=tiles.decode_few,
         decode_many=tiles.decode_many,
         prefill=tiles.prefill,
         num_programs=num_multiprocessors(q.device),
-        prefill_min_tokens=max(2, tiles.decode_many.tile_m // group),
+        prefill_min_tokens=max(2, tiles.prefill_min_rows // group),
+        has_unmasked_prefill=has_unmasked_prefill(q, kv, rotary, options),
     )

@@ -8,7 +8,8 @@ Built once per step and per kind of layer (heads, head_dim, window). What the ke
   task's keys end at `key_end` or at the last key its rows may see, so a text can grow under an unchanged plan.
 - chunk_prefill: `tiles [n, 8]` = first slot, first block-table entry of the range, key_start, position of the first key,
   number of keys, position_delta, 0, 0; `tasks [n, 10]` = row_start, num_tokens, token_start, tiles without a mask from
-  .. to, entries of `masked` from .. to, segments from .. to, part (-1 = write the output itself).
+  .. to, entries of `masked` from .. to, segments from .. to, part (-1 = write the output itself). `apart` holds tasks
+  of the same form that have no masked tiles, for a kernel of their own.
 - merge_states: parts of one token are consecutive; merge `i` covers parts `merge_starts[i] : merge_starts[i + 1]`.
 """
 
@@ -40,6 +41,7 @@ class PrefillTasks:
     """What one launch of chunk_prefill works on; arrays are described in the module's docstring."""
 
     tasks: torch.Tensor
+    apart: torch.Tensor
     tiles: torch.Tensor
     segments: torch.Tensor
     masked: torch.Tensor
@@ -115,8 +117,8 @@ def lay_out(arrays: PlanArrays, positions: np.ndarray, spec: LayoutSpec) -> Layo
         lay_out_decode(arrays, nothing if all_turned else ~is_prefill & ~is_turned, positions, spec, False),
     )
     prefill = (
-        lay_out_prefill(arrays, is_prefill & is_turned, positions, spec),
-        lay_out_prefill(arrays, nothing if all_turned else is_prefill & ~is_turned, positions, spec),
+        lay_out_prefill(arrays, is_prefill & is_turned, positions, spec, True),
+        lay_out_prefill(arrays, nothing if all_turned else is_prefill & ~is_turned, positions, spec, False),
     )
     numbering = number_parts(len(positions), [*decode, *prefill])
     return Layout(decode, prefill, *numbering)
@@ -151,6 +153,7 @@ class PackedLayout:
         prefill = tuple(
             PrefillTasks(
                 view(f"prefill{i}.tasks", 10),
+                view(f"prefill{i}.apart", 10),
                 view(f"prefill{i}.tiles", 8),
                 view(f"prefill{i}.segments"),
                 view(f"prefill{i}.masked"),
@@ -161,7 +164,7 @@ class PackedLayout:
                 spec.prefill,
             )
             for i in range(2)
-            if self.offsets[f"prefill{i}.tasks"][1]
+            if self.offsets[f"prefill{i}.tasks"][1] or self.offsets[f"prefill{i}.apart"][1]
         )
         return DevicePlan(decode, prefill, self.num_parts, counts[4:5], view("merge_tokens"), view("merge_starts"))
 
@@ -219,7 +222,8 @@ def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> dict[str, np.nda
         decode, prefill = layout.decode[i], layout.prefill[i]
         named |= {f"decode{i}.many": decode.many, f"decode{i}.few": decode.few, f"decode{i}.rows": decode.rows}
         named |= {
-            f"prefill{i}.tasks": prefill.tasks,
+            f"prefill{i}.tasks": prefill.tasks.tasks,
+            f"prefill{i}.apart": prefill.apart.tasks,
             f"prefill{i}.tiles": prefill.tiles,
             f"prefill{i}.segments": prefill.segments,
             f"prefill{i}.masked": prefill.masked,

@@ -36,7 +36,9 @@ class StaticCapacity:
     def sizes(self) -> dict[str, int]:
         """Return elements to reserve per array of a packed layout."""
         unturned = int(self.has_unturned)
-        prefill = {f"prefill{i}.{name}": 0 for i in range(2) for name in ("tasks", "tiles", "masked", "part_bases")}
+        prefill = {
+            f"prefill{i}.{name}": 0 for i in range(2) for name in ("tasks", "apart", "tiles", "masked", "part_bases")
+        }
         return prefill | {
             "counts": 5,
             "merge_tokens": self.num_tokens,
@@ -139,7 +141,7 @@ class StaticPlan:
             flats = []
             for spec in self._specs:
                 layout = lay_out(step.arrays, columns[0], spec)
-                if not self._fits(layout.num_parts, [len(part.tasks) for part in layout.prefill], layout.decode):
+                if not self._fits(layout.num_parts, [len(part.row_tokens) for part in layout.prefill], layout.decode):
                     return False
                 flats.append(pack(layout, None, self.capacity.sizes(), self.capacity.max_parts).flat)
             for spec, flat in zip(self._specs, flats, strict=True):
@@ -148,11 +150,11 @@ class StaticPlan:
         self._columns.copy_(send(columns, self._blocks.device), non_blocking=True)
         return True
 
-    def _fits(self, num_parts: int, prefill_tasks: Sequence[int], decode: Sequence[DecodeLayout]) -> bool:
+    def _fits(self, num_parts: int, prefill_rows: Sequence[int], decode: Sequence[DecodeLayout]) -> bool:
         capacity = self.capacity
         return (
             num_parts <= capacity.max_parts
-            and not any(prefill_tasks)
+            and not any(prefill_rows)
             and (capacity.has_unturned or len(decode[1].rows) == 0)
             and all(
                 max(len(d.many), len(d.few)) <= capacity.max_tasks and len(d.rows) <= capacity.max_rows for d in decode

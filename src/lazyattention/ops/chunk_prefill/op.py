@@ -48,8 +48,30 @@ def chunk_prefill(
         raise ValueError(f"softmax_scale is {options.softmax_scale}, the kernels need a positive one")
     if q.is_cuda:
         # Imported here: triton does not come with CPU builds of torch.
-        from lazyattention.ops.chunk_prefill.kernel import chunk_prefill_triton
+        if tasks.apart.shape[0]:
+            from lazyattention.ops.chunk_prefill.hopper.kernel import unmasked_prefill_hopper
 
-        chunk_prefill_triton(q, kv, tasks, positions, out, states, rotary, options, sinks)
+            unmasked_prefill_hopper(q, kv, tasks, out, states, rotary, options)
+        if tasks.tasks.shape[0]:
+            from lazyattention.ops.chunk_prefill.kernel import chunk_prefill_triton
+
+            chunk_prefill_triton(q, kv, tasks, positions, out, states, rotary, options, sinks)
     else:
         chunk_prefill_reference(q, kv, tasks, positions, out, states, rotary, options, sinks)
+
+
+def has_unmasked_prefill(q: torch.Tensor, kv: LayerKV, rotary: LayerRotary, options: AttendOptions) -> bool:
+    """Return whether the kernel for tiles without a mask can run this layer on this device."""
+    head_dim, v_dim = kv.k_cache.shape[3], kv.v_cache.shape[3]
+    turns_halves = rotary.inv_freq is None or (rotary.rotary_dim == head_dim and not rotary.is_interleaved)
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype.itemsize == 2
+        and kv.k_cache.dtype == q.dtype
+        and head_dim == v_dim
+        and head_dim in (64, 128)
+        and turns_halves
+        and options.sliding_window is None
+        and options.logit_softcap is None
+    )

@@ -21,7 +21,7 @@ def chunk_prefill_reference(
     options: AttendOptions,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    for task in tasks.tasks.tolist():
+    for task in [*tasks.tasks.tolist(), *tasks.apart.tolist()]:
         row_start, num_tokens, token_start, full_start, full_end, masked_start, masked_end, _, _, part = task
         tiles = [*range(full_start, full_end), *tasks.masked[masked_start:masked_end].tolist()]
         for row, token in enumerate(range(token_start, token_start + num_tokens)):
