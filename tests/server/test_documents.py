@@ -159,10 +159,21 @@ async def test_progress_comes_as_events(client):
         {"documents": ["x"], "pin": True, "warm": False},
         {"documents": ["x"], "ttl": 3},
         {"documents": [{"text": "x", "id": ""}]},
+        {"documents": ["x"], "messages": []},
     ],
 )
 async def test_wrong_uploads_are_400(client, body):
     assert (await client.post(DOCUMENTS, json=body)).status_code == 400
+
+
+async def test_empty_documents_are_kept(client):
+    (report,) = await upload(client, "")
+    assert report["status"] == "warmed"
+
+
+async def test_methods_of_a_path_are_all_named(client):
+    response = await client.put(DOCUMENTS)
+    assert (response.status_code, response.headers["allow"]) == (405, "GET, POST")
 
 
 async def test_warming_for_a_system_message_uses_its_prompt(client, engine):

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from lazyattention import __version__
 from lazyattention.errors import LazyAttentionError
@@ -39,12 +40,10 @@ from lazyattention.server.schemas import (
     UploadReport,
 )
 from lazyattention.server.streaming import ClientLeftError, EventResponse, while_connected
-from lazyattention.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from lazyattention.engine.async_engine import AsyncEngine
 
-logger = get_logger(__name__)
 T = TypeVar("T")
 _STATIC = Path(__file__).parent / "static"
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -270,11 +269,13 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(error_body(body_error(error.errors())), 400)
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
         own = LazyAttentionError(str(error.detail))
-        return JSONResponse(error_body(own, error.status_code), error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> JSONResponse:
-        logger.error("a request failed", exc_info=error, extra={"request_id": request.scope["state"].get("request_id")})
-        return JSONResponse(error_body(LazyAttentionError("internal error; see the server's log")), 500)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            # Starlette names the methods of the first route with this path only.
+            routes = [route for route in app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
+            headers["Allow"] = ", ".join(
+                sorted({method for route in routes for method in getattr(route, "methods", ())})
+            )
+        return JSONResponse(error_body(own, error.status_code), error.status_code, headers=headers)

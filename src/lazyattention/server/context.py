@@ -119,10 +119,12 @@ class ServerContext:
             self.tokenizer, vocab_size=self.model.vocab_size, eos_token_ids=self.model.eos_token_ids
         )
         self.token_text = TokenText(self.tokenizer)
-        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="prompt")
+        self._workers: ThreadPoolExecutor | None = None
 
     async def in_worker(self, work: Callable[[], T]) -> T:
         """Run `work`, which may take long, off the event loop."""
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="prompt")
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
     def check_model(self, name: str) -> None:
@@ -176,8 +178,10 @@ class ServerContext:
         return self.metrics.text()
 
     def close(self) -> None:
-        """Stop the workers."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        """Stop the workers; work that comes later starts new ones."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=False, cancel_futures=True)
+            self._workers = None
 
 
 def context_of(request: Request) -> ServerContext:

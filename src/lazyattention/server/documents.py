@@ -19,7 +19,6 @@ from lazyattention.server.generation import Job
 from lazyattention.server.inputs import DocumentResolver, to_messages
 from lazyattention.server.library import StoredDocument
 from lazyattention.server.protocol import PinBody, UploadBody
-from lazyattention.server.responses import document_report
 
 if TYPE_CHECKING:
     from lazyattention.engine.outputs import DocumentReuse
@@ -101,11 +100,15 @@ class DocumentRoutes:
             async for output in outputs:
                 entries = output.documents
         own = [entry for entry in entries if entry.document_id == document.document_id]
-        (summary,) = document_report(own)
-        self._context.library.own(tenant, document.document_id).num_tokens = summary["num_tokens"]
-        was_stored = summary["num_reused_tokens"] == summary["num_tokens"] > 0
-        counts = {name: summary[name] for name in ("num_tokens", "num_bytes", "num_chunks")}
-        return {"status": "already warm" if was_stored else "warmed", **counts}
+        num_tokens = sum(entry.num_tokens for entry in own)
+        self._context.library.own(tenant, document.document_id).num_tokens = num_tokens
+        was_stored = sum(entry.num_reused_tokens for entry in own) == num_tokens > 0
+        return {
+            "status": "already warm" if was_stored else "warmed",
+            "num_tokens": num_tokens,
+            "num_bytes": sum(entry.num_bytes for entry in own),
+            "num_chunks": len(own),
+        }
 
     async def list(self, request: Request, *, limit: int, after: str | None) -> dict[str, Any]:
         """A part of the list of documents, with what is stored of each."""

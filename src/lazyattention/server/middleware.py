@@ -82,6 +82,11 @@ class RequestGate:
             await self._app(scope, _replay(body, receive), send_with_id)
         except LazyAttentionError as error:
             await _send_error(error, send_with_id)
+        except Exception:  # the HTTP border: a fault of ours ends this request and nothing else
+            logger.exception("a request failed", extra={"request_id": request_id})
+            if status:
+                raise  # the answer has begun; uvicorn cuts the connection
+            await _send_error(LazyAttentionError("internal error; see the server's log"), send_with_id)
         finally:
             self._end(scope, state, status, time.monotonic() - start)
 

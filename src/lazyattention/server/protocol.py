@@ -331,7 +331,7 @@ class UploadBody(Body):
     warm: bool = Field(True, description="Compute their KV now, so that the first question need not.")
     pin: bool = Field(False, description="Keep that KV until unpinned, or for pin_ttl_s.")
     pin_ttl_s: float | None = Field(None, gt=0)
-    messages: list[Message] | None = Field(
+    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
         None, description="Warm for conversations that begin like this (the system message counts)."
     )
     stream: bool = Field(False, description="Report progress as server-sent events.")
