@@ -119,7 +119,7 @@ class ModelRunner:
                 logits = self.graphs.run(batch.host_step, batch.token_ids, batch.sample_rows, self._planner.blocks)
             except RuntimeError as error:
                 self.graphs = None
-                logger.warning("CUDA graphs are off from now on, which costs speed only: %s", _first_line(error))
+                logger.warning("CUDA graphs are off from now on, which costs speed only: %s", _reason(error))
             else:
                 if logits is not None:
                     return logits
@@ -159,7 +159,7 @@ class ModelRunner:
                 return self._call_model(input_ids, metadata, sample_rows, self.compiled)
             except COMPILE_ERRORS as error:
                 self._stop_compiling()
-                logger.warning("compiled layers are off from now on, which costs speed only: %s", _first_line(error))
+                logger.warning("compiled layers are off from now on, which costs speed only: %s", _reason(error))
         return self._call_model(input_ids, metadata, sample_rows, None)
 
     def _call_model(
@@ -215,7 +215,7 @@ class ModelRunner:
             )
             graphs.warm_up(self._planner.blocks)
         except (RuntimeError, UnsupportedError) as error:
-            logger.warning("small steps run without CUDA graphs, which costs speed only: %s", _first_line(error))
+            logger.warning("small steps run without CUDA graphs, which costs speed only: %s", _reason(error))
             return
         self.graphs = graphs
 
@@ -225,8 +225,10 @@ class ModelRunner:
         self.compiled = None
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+def _reason(error: Exception) -> str:
+    """One line; compilers' messages are long, and the second line often is the one that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"
 
 
 def _kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:

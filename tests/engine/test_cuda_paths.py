@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's GPU paths, run on the CPU: kept plans, recorded small steps and compiled layers change no answer."""
+
+import random
+
+import pytest
+import torch
+
+from fixtures.kernel_engine import RunAgain, kernel_engine
+from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, answer, drain, loaded_tiny, make_engine, prompt
+from lazyattention.engine.sampling_params import SamplingParams
+from lazyattention.errors import ConfigError
+from lazyattention.ops import static_plan
+from oracle import LogitsRecorder, error_of
+
+METHODS = (*CHUNK_METHODS, *FULL_METHODS)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+PROMPTS = [prompt(words) for words in ("p11 d9 d16-b t7", "p11 d16-b d5 d9 t5", "t12", "p11 d9 d9 d0 d20 t30", "d9 t3")]
+
+
+def run_all(engine, method, prompts=PROMPTS, params=PARAMS):
+    """Run all prompts together; return logits by request."""
+    recorder = LogitsRecorder(engine)
+    for index, layout in enumerate(prompts):
+        engine.add_request(f"r{index}", layout, params, reuse_method=method)
+    outputs = drain(engine)
+    assert [o.error for o in outputs.values() if o.error] == []
+    return {request_id: recorder.of(request_id) for request_id in outputs}
+
+
+def assert_same_logits(got, want, tolerance=1e-5):
+    """float64 throughout, but the kernels keep log-sum-exps in float32."""
+    assert got.keys() == want.keys()
+    assert max(error_of(got[key], want[key]) for key in want) < tolerance
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_small_steps_from_graphs_give_the_same_logits(method):
+    want = run_all(make_engine(), method)
+    with kernel_engine(cuda_graphs=True) as engine:
+        assert_same_logits(run_all(engine, method), want)
+        assert_same_logits(run_all(engine, method), want)  # warm
+        assert engine.model_runner.graphs.num_replays >= 8
+        engine.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "variant", "compiles"),
+    [
+        ("gemma3_text", "a table per layer type", True),
+        ("glm", "partial rotary", True),
+        ("gpt_oss", "yarn", False),  # which experts run is decided by values
+    ],
+)
+def test_layers_of_several_kinds_each_find_their_plan(model_type, variant, compiles):
+    loaded = loaded_tiny(model_type, variant)
+    want = run_all(make_engine(loaded), "rotate_query")
+    with kernel_engine(loaded, cuda_graphs=True, compile=True) as engine:
+        assert_same_logits(run_all(engine, "rotate_query"), want, 1e-4)  # sinks and tables in float32
+        assert (engine.model_runner.compiled is not None) == compiles
+        assert engine.model_runner.graphs.num_replays > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_preemption_eviction_and_slices_change_no_token(seed):
+    """A tight pool and a small budget: ranges come, grow, go and their ids are used again."""
+    rng = random.Random(seed)
+    names = [f"d{rng.randrange(1, 40)}-{i}" for i in range(12)]
+    prompts = [
+        prompt(" ".join(["p11", *rng.sample(names, rng.randrange(0, 5)), f"t{rng.randrange(1, 30)}"]))
+        for _ in range(14)
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=rng.randrange(10, 25), ignore_eos=True)
+    method = METHODS[seed % 3]
+    want = run_all(make_engine(num_blocks=2000), method, prompts, params)
+    options = {"num_blocks": 45, "max_num_batched_tokens": 23, "max_num_seqs": 9}
+    with kernel_engine(cuda_graphs=seed % 2 == 0, **options) as engine:
+        engine.model_runner._planner._num_after_sweep = -500  # so that few ranges are already many
+        got = run_all(engine, method, prompts, params)
+        assert {key: rows.argmax(1).tolist() for key, rows in got.items()} == {
+            key: rows.argmax(1).tolist() for key, rows in want.items()
+        }
+        assert engine.scheduler.num_preemptions > 0
+        engine.check_idle()
+
+
+def test_decoding_lays_nothing_out_anew(monkeypatch):
+    num_layouts = 0
+    original = static_plan.lay_out
+
+    def counted(*args):
+        nonlocal num_layouts
+        num_layouts += 1
+        return original(*args)
+
+    with kernel_engine(cuda_graphs=True) as engine:
+        run_all(engine, "rotate_query", PROMPTS[:2], SamplingParams(max_tokens=1, ignore_eos=True))
+        monkeypatch.setattr(static_plan, "lay_out", counted)
+        for index, layout in enumerate(PROMPTS[:2]):
+            engine.add_request(
+                f"again-{index}", layout, SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
+            )
+        drain(engine)
+        # The prompts, the first decode, and one more whenever a block was added where a task did not expect it.
+        assert num_layouts <= 4
+
+
+def test_start_up_records_every_size_and_running_none():
+    capture = RunAgain()
+    with kernel_engine(cuda_graphs=True, capture=capture) as engine:
+        assert capture.num_captures == engine.model_runner.graphs.num_graphs == len(engine.model_runner.graphs.sizes)
+        run_all(engine, "rotate_query")
+        assert capture.num_captures == len(engine.model_runner.graphs.sizes)
+
+
+def test_a_graph_grows_for_a_request_with_many_documents():
+    many = prompt(" ".join(["p3", *(f"d2-{i}" for i in range(90)), "t3"]))
+    want = run_all(make_engine(), "rotate_query", [many])
+    capture = RunAgain()
+    with kernel_engine(cuda_graphs=True, capture=capture) as engine:
+        num_captures = capture.num_captures
+        assert_same_logits(run_all(engine, "rotate_query", [many]), want)
+        assert capture.num_captures > num_captures
+        num_replays = engine.model_runner.graphs.num_replays
+        run_all(engine, "rotate_query", [many])
+        assert engine.model_runner.graphs.num_replays == num_replays + PARAMS.max_tokens
+
+
+def test_block_tables_that_move_make_graphs_stale():
+    want = run_all(make_engine(), "rotate_query")
+    capture = RunAgain()
+    with kernel_engine(cuda_graphs=True, capture=capture) as engine:
+        num_captures = capture.num_captures
+        engine.model_runner._planner._plans._enlarge()
+        assert_same_logits(run_all(engine, "rotate_query"), want)
+        assert capture.num_captures > num_captures
+
+
+def test_long_prompts_and_steps_that_store_turned_keys_run_without_graphs():
+    with kernel_engine(cuda_graphs=True) as engine:
+        answer(engine, prompt("t200"), SamplingParams(max_tokens=1))
+        assert engine.model_runner.graphs.num_replays == 0
+        answer(engine, prompt("p5 d9 t4"), SamplingParams(max_tokens=1), reuse_method="rotate_key")
+        assert engine.model_runner.graphs.num_replays == 0
+        answer(engine, prompt("p5 d9 t6"), SamplingParams(max_tokens=1), reuse_method="rotate_key")
+        assert engine.model_runner.graphs.num_replays == 1
+
+
+def test_many_sequences_get_a_size_of_their_own():
+    with kernel_engine(cuda_graphs=True, max_num_seqs=300) as engine:
+        assert engine.model_runner.graphs.sizes[-2:] == [256, 300]
+    with kernel_engine(cuda_graphs=True, max_num_seqs=5) as engine:
+        assert engine.model_runner.graphs.sizes[-1] == 128
+
+
+def test_all_layers_share_one_graph_whatever_the_number_of_tokens():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    loaded = loaded_tiny()
+    assert loaded.num_layers == 4
+    with kernel_engine(loaded, compile=True, compile_backend=backend) as engine:
+        for method in METHODS:
+            run_all(engine, method)
+        assert len(graphs) == 1
+        assert "attention_by_ticket" in graphs[0].print_readable(print_output=False)
+
+
+def test_compiled_layers_give_the_same_logits_without_kernels():
+    want = run_all(make_engine(), "rotate_query")
+    engine = make_engine(compile=False)
+    engine.model_runner._compile(engine.loaded, "eager")
+    try:
+        assert_same_logits(run_all(engine, "rotate_query"), want, 1e-12)
+        assert engine.model_runner.compiled is not None
+    finally:
+        engine.model_runner.close()
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_inductor_compiles_the_layers():
+    loaded = loaded_tiny(num_hidden_layers=2, dtype="float32")
+    want = run_all(make_engine(loaded), "rotate_query")
+    with kernel_engine(loaded, compile=True, compile_backend="inductor") as engine:
+        assert_same_logits(run_all(engine, "rotate_query"), want, 1e-4)
+        assert engine.model_runner.compiled is not None
+
+
+def test_one_token_is_not_worth_a_graph_of_its_own():
+    sizes = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            sizes.append(next(a for a in args if torch.is_tensor(a) and a.dim() == 3).shape[1])
+            return graph.forward(*args)
+
+        return run
+
+    with kernel_engine(compile=True, compile_backend=backend) as engine:
+        sizes.clear()
+        answer(engine, prompt("t9"), PARAMS)
+        assert sizes == [9, 9]  # two layers, the prompt only
+
+
+def test_a_layer_that_does_not_compile_is_run_as_it_is(caplog):
+    def backend(graph, inputs):
+        raise NotImplementedError("no such instruction")
+
+    want = run_all(make_engine(), "rotate_query")
+    with kernel_engine(compile=True, compile_backend=backend) as engine:
+        assert engine.model_runner.compiled is None
+        assert_same_logits(run_all(engine, "rotate_query"), want)
+    assert [r.message for r in caplog.records if "costs speed only" in r.message and "no such instruction" in r.message]
+
+
+def test_a_later_failure_to_compile_costs_no_request(caplog):
+    """One layer's graph does not fit another any more, and the compiler gives up in the middle of a step."""
+    num_graphs = 0
+
+    def backend(graph, inputs):
+        nonlocal num_graphs
+        num_graphs += 1
+        if num_graphs > 1:
+            raise NotImplementedError("one graph is enough")
+        return graph.forward
+
+    class AnotherSiLU(torch.nn.Module):
+        def forward(self, x):
+            return x * x.sigmoid()
+
+    want = run_all(make_engine(), "rotate_query")
+    mlp = loaded_tiny(num_hidden_layers=2).model.model.layers[1].mlp
+    act_fn = mlp.act_fn
+    with kernel_engine(compile=True, compile_backend=backend) as engine:
+        assert engine.model_runner.compiled is not None
+        try:
+            mlp.act_fn = AnotherSiLU()
+            assert_same_logits(run_all(engine, "rotate_query"), want)
+        finally:
+            mlp.act_fn = act_fn
+        assert engine.model_runner.compiled is None
+        assert engine.stats.num_failed == 0
+    assert caplog.text.count("one graph is enough") == 1
+
+
+def test_a_model_with_hooked_layers_is_run_as_it_is(caplog):
+    layer = loaded_tiny(num_hidden_layers=2).model.model.layers[1]
+    layer.forward = layer.forward
+    try:
+        with kernel_engine(compile=True) as engine:
+            assert engine.model_runner.compiled is None
+    finally:
+        del layer.forward
+    assert "carry hooks" in caplog.text
+
+
+def test_two_engines_do_not_compile_the_same_layers(caplog):
+    with kernel_engine(compile=True) as first, kernel_engine(compile=True) as second:
+        assert first.model_runner.compiled is not None
+        assert second.model_runner.compiled is None
+        assert_same_logits(run_all(second, "rotate_query"), run_all(first, "rotate_query"))
+    assert "another engine" in caplog.text
+    assert "forward" not in first.loaded.model.model.layers[0].__dict__
+
+
+@pytest.mark.parametrize("fails_after", [0, 3, 10])
+def test_graphs_that_cannot_be_recorded_are_done_without(caplog, fails_after):
+    class Broken(RunAgain):
+        def __call__(self, function):
+            if self.num_captures == fails_after:
+                raise RuntimeError("operation not permitted when stream is capturing\nand more")
+            return super().__call__(function)
+
+    want = run_all(make_engine(), "rotate_key")  # reads unturned keys: a graph that start-up does not record
+    with kernel_engine(cuda_graphs=True, capture=Broken()) as engine:
+        assert_same_logits(run_all(engine, "rotate_key"), want)
+        assert engine.model_runner.graphs is None
+    lines = [r.message for r in caplog.records if "CUDA graphs" in r.message]
+    assert len(lines) == 1
+    assert lines[0].endswith("RuntimeError: operation not permitted when stream is capturing and more")
+
+
+def test_graphs_need_a_cuda_device():
+    with pytest.raises(ConfigError, match="cuda_graphs is on, but the model is on cpu"):
+        make_engine(cuda_graphs=True)
+
+
+def test_the_cpu_engine_neither_compiles_nor_records_by_default():
+    runner = make_engine().model_runner
+    assert runner.compiled is None
+    assert runner.graphs is None
+    assert loaded_tiny(num_hidden_layers=2).model.config._attn_implementation == "lazyattention"
