@@ -23,7 +23,7 @@ from lazyattention.ops._tiles import TileShape, num_multiprocessors, tiles_for
 from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.attention import run_kernels
 from lazyattention.ops.chunk_prefill import chunk_prefill, has_unmasked_prefill
-from lazyattention.ops.device_plan import DevicePlan, build_device_plan, lay_out, pack
+from lazyattention.ops.device_plan import DevicePlan, build_device_plan, lay_out, pack, send
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
 from lazyattention.ops.merge_states import merge_parts
 from lazyattention.ops.plan import plan_of_arrays
@@ -54,6 +54,18 @@ def graph_ms(function: Callable[[], object], repeats: int = 20) -> float:
     for start, end in events:
         start.record()
         graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def stream_ms(function: Callable[[], object], repeats: int = 10) -> float:
+    """Return the median time of one call in ms, launched as it is: a copy in a graph takes another, slower path."""
+    function()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        function()
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events)
@@ -204,6 +216,7 @@ def make_problem(
         range_firsts=np.array(firsts),
         range_turned=np.array(turned),
         range_tables=np.array(tables),
+        range_contiguous=np.full(len(tables), not shuffle_blocks),
         blocks=blocks.astype(np.int32),
     )
     shape = (num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
@@ -246,7 +259,7 @@ def ceilings() -> dict[str, float]:
     """Measure what the device can do at most: bandwidth and matrix products."""
     x = torch.randn(2**30, device=DEVICE, dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    copy_ms = graph_ms(lambda: y.copy_(x), 10)
+    copy_ms = stream_ms(lambda: y.copy_(x))
     read_ms = graph_ms(lambda: x.view(torch.int32).view(1 << 13, -1).amax(1), 10)
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     matmul_ms = graph_ms(lambda: a @ b, 10)
@@ -278,20 +291,18 @@ def bench_decode(read_tb_s: float) -> list[dict]:
         requests = zipf_requests(num_requests, 10, 1000, alpha)
         problem = make_problem(requests, 1000, 512)
         floor_ms = problem.unique_bytes / read_tb_s / 1e9
+        plan, launches = problem.launches(problem.spec())
         row: dict = {"requests": num_requests, "alpha": alpha, "unique_gb": problem.unique_bytes / 1e9}
-        tiles = tiles_for(DEVICE, 128, torch.bfloat16)
-        for name, shape in (("many", tiles.decode_many), ("few", tiles.decode_few)):
-            plan, launches = problem.launches(problem.spec(decode=shape))
-            row[name] = {key: graph_ms(launch) for key, launch in launches.items()}
-            row[name] |= {"tasks": plan.decode[0].tasks.shape[0], "parts": plan.num_parts}
-            row[name]["of_read_bandwidth"] = floor_ms / row[name]["all"]
-        _, launches = problem.launches(problem.spec(), LayerRotary(None, 0))
-        row["many_without_turn_ms"] = graph_ms(launches["attend"])
+        row |= {key: graph_ms(launch) for key, launch in launches.items()}
+        row |= {"tasks": [tasks.tasks.shape[0] for tasks in plan.decode], "parts": plan.num_parts}
         row["floor_ms"] = floor_ms
+        row["of_read_bandwidth"] = floor_ms / row["all"]
+        _, launches = problem.launches(problem.spec(), LayerRotary(None, 0))
+        row["attend_without_turn"] = graph_ms(launches["attend"])
         del problem, launches
         if num_requests >= 64 and alpha in (0.0, 1.0):
             alone = make_problem(requests, 1000, 512, stack=False)
-            _, launches = alone.launches(alone.spec(decode=tiles.decode_few))
+            _, launches = alone.launches(alone.spec())
             row["one_read_per_request_ms"] = graph_ms(launches["all"])
             del alone, launches
         if alpha == 0.0:
@@ -313,13 +324,15 @@ def bench_prefill(shapes: Sequence[tuple[int, int]]) -> list[dict]:
         k, v = (torch.randn(1, 8, num_keys, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         row: dict = {"rows": rows, "keys": num_keys, "stock_ms": stock_ms(q, k, v, causal=False)}
         plan, launches = problem.launches(problem.spec())
-        row["tasks"] = plan.prefill[0].tasks.shape[0]
+        row["tasks"] = [plan.prefill[0].apart.shape[0], plan.prefill[0].tasks.shape[0]]
         row["ms"] = graph_ms(launches["all"])
         row["tflop_s"] = problem.flops / row["ms"] / 1e9
         _, launches = problem.launches(problem.spec(), LayerRotary(None, 0))
         row["without_turn_ms"] = graph_ms(launches["all"])
         best = min(t for t in row["stock_ms"].values() if isinstance(t, float))
         row["of_stock"] = best / row["ms"]
+        _, launches = problem.launches(problem.spec(has_unmasked_prefill=False))
+        row["triton_ms"] = graph_ms(launches["all"])
         results.append(row)
     return results
 
@@ -360,10 +373,11 @@ def bench_copies(copy_tb_s: float) -> dict[str, float]:
     index = torch.arange(count, device=DEVICE)
     deltas = torch.randint(0, 32768, (256,), device=DEVICE).repeat_interleave(count // 256)
     num_bytes = 2 * count * 8 * 128 * 2 * 2
+    turns = rotary()
     order = torch.randperm(count // 16, device=DEVICE)
     scattered = (order[:, None] * 16 + torch.arange(16, device=DEVICE)).view(-1)
     for name, sources in (("contiguous", index), ("scattered blocks", scattered)):
-        ms = graph_ms(lambda sources=sources: copy_turned(k, v, sources, index + count, deltas, rotary()), 10)
+        ms = graph_ms(lambda sources=sources: copy_turned(k, v, sources, index + count, deltas, turns), 10)
         results[f"copy_turned, {name}, of copy bandwidth"] = num_bytes / ms / 1e9 / copy_tb_s
     new_k, new_v = (torch.randn(count, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     ms = graph_ms(lambda: store_kv(new_k, new_v, k, v, index), 10)
@@ -392,7 +406,7 @@ def bench_plan() -> dict[str, float]:
         slots.append((first + 4) * BLOCK_SIZE + 5)
     lens, positions_, slots_ = np.ones(256, np.int64), np.array(positions), np.array(slots)
     tiles = tiles_for(DEVICE, 128, torch.bfloat16)
-    spec = LayoutSpec(8, 4, BLOCK_SIZE, None, tiles.decode_many, tiles.prefill, 132, 16)
+    spec = LayoutSpec(8, 4, BLOCK_SIZE, None, tiles.decode_few, tiles.decode_many, tiles.prefill, 132, 16)
 
     def step() -> None:
         builder.plan(builder.step(requests, lens, positions_, slots_)).device_plan(spec)
@@ -409,7 +423,9 @@ def bench_plan() -> dict[str, float]:
         "same batch, one token on, ms": host_ms(step),
         "of it: layout, ms": host_ms(lambda: lay_out(arrays, positions_, spec)),
         "of it: packing, ms": host_ms(lambda: pack(layout, None)),
-        "tasks": len(layout.decode[0].tasks),
+        "of it: collecting rows, ms": host_ms(lambda: builder._assemble(requests, lens)),
+        "of it: sending, ms": host_ms(lambda: send(pack(layout, None).flat, DEVICE)),
+        "tasks": len(layout.decode[0].few) + len(layout.decode[0].many),
     }
 
 
@@ -434,13 +450,12 @@ def bench_run() -> dict[str, float]:
     return {"run: host, ms": host, "run: device, ms": graph_ms(layer)}
 
 
-def sweep_decode(head_dim: int, shapes: Sequence[TileShape], deadline: float) -> list[dict]:
-    """Time shared_decode under tile shapes, on few and on many rows per range."""
+def sweep_decode(head_dim: int, kind: str, shapes: Sequence[TileShape], deadline: float) -> list[dict]:
+    """Time shared_decode under tile shapes for ranges with few rows (kind "decode_few") or with many."""
     heads = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": head_dim}
-    problems = {
-        "uniform": make_problem(zipf_requests(64, 10, 1000, 0.0), 1000, 512, **heads),
-        "zipf": make_problem(zipf_requests(256, 10, 1000, 1.0), 1000, 512, **heads),
-    }
+    problems = {"256 requests, zipf 1.0": make_problem(zipf_requests(256, 10, 1000, 1.0), 1000, 512, **heads)}
+    if kind == "decode_few":
+        problems["64 requests, uniform"] = make_problem(zipf_requests(64, 10, 1000, 0.0), 1000, 512, **heads)
     results = []
     for shape in shapes:
         if time.monotonic() > deadline:
@@ -448,7 +463,7 @@ def sweep_decode(head_dim: int, shapes: Sequence[TileShape], deadline: float) ->
         row: dict = dataclasses.asdict(shape)
         for name, problem in problems.items():
             try:
-                _, launches = problem.launches(problem.spec(decode=shape))
+                _, launches = problem.launches(problem.spec(**{kind: shape}))
                 row[name] = graph_ms(launches["attend"], 10)
             except Exception as error:  # a shape that does not fit is a result, too
                 row[name] = repr(error)[:60]
@@ -470,7 +485,7 @@ def sweep_prefill(head_dim: int, shapes: Sequence[TileShape], deadline: float) -
         row: dict = dataclasses.asdict(shape)
         for name, problem in problems.items():
             try:
-                _, launches = problem.launches(problem.spec(prefill=shape))
+                _, launches = problem.launches(problem.spec(prefill=shape, has_unmasked_prefill=False))
                 row[name] = problem.flops / graph_ms(launches["all"], 10) / 1e9
             except Exception as error:  # a shape that does not fit is a result, too
                 row[name] = repr(error)[:60]
@@ -478,16 +493,18 @@ def sweep_prefill(head_dim: int, shapes: Sequence[TileShape], deadline: float) -
     return results
 
 
-def decode_shapes(head_dim: int) -> list[TileShape]:
+def decode_shapes(head_dim: int, kind: str) -> list[TileShape]:
     """Return tile shapes worth trying for shared_decode."""
     keys = {64: (64, 128), 128: (32, 64, 128), 256: (32, 64)}[head_dim]
+    if kind == "decode_few":
+        sizes = [(16, n, warps) for n in keys for warps in (2, 4)]
+    else:
+        sizes = [(m, n, 8 if m == 128 else 4) for m in (32, 64, 128) for n in keys]
     return [
         TileShape(m, n, warps, stages)
-        for m in (16, 32, 64)
-        for n in keys
-        for warps in (4, 8)
+        for m, n, warps in sizes
         for stages in (2, 3, 4)
-        if not (warps == 8 and m < 32) and n * head_dim * 4 * stages <= 200 * 1024
+        if (m + n * 2 * stages) * head_dim * 2 <= 220 * 1024
     ]
 
 

@@ -19,6 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+SWEEPS = [(head_dim, kind) for head_dim in (128, 64, 256) for kind in ("decode_few", "decode_many", "prefill")]
+
+
 def compile_ahead(job: tuple[str, int, tuple[int, int, int, int]]) -> str:
     """Launch one kernel once on a tiny problem, so that its binary is in Triton's cache."""
     import bench_ops
@@ -29,12 +32,14 @@ def compile_ahead(job: tuple[str, int, tuple[int, int, int, int]]) -> str:
     kind, head_dim, numbers = job
     shape = TileShape(*numbers)
     try:
-        if kind == "decode":
-            problem = bench_ops.make_problem([((0, 1), 3, 1)] * 2, 2, 512, head_dim=head_dim)
-            spec = problem.spec(decode=shape)
-        else:
+        if kind == "prefill":
             problem = bench_ops.prefill_problem(64, 1024, head_dim=head_dim)
-            spec = problem.spec(prefill=shape)
+            spec = problem.spec(prefill=shape, has_unmasked_prefill=False)
+        else:
+            problem = bench_ops.make_problem(
+                [((0, 1), 3, 1)] * (40 if kind == "decode_many" else 1), 2, 512, head_dim=head_dim
+            )
+            spec = problem.spec(**{kind: shape})
         problem.launches(spec)[1]["attend"]()
         torch.cuda.synchronize()
     except Exception as error:  # a shape that does not fit is found again, and recorded, by the sweep
@@ -84,6 +89,7 @@ def main() -> None:
     parser.add_argument("--parts", default="check,sweep,time")
     parser.add_argument("--minutes", type=float, default=4.0, help="sweeps stop early rather than exceed this")
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--sweeps", default="", help="only sweeps whose name contains this")
     parser.add_argument("--force", action="store_true", help="time even when a check is red")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -92,17 +98,14 @@ def main() -> None:
 
     import bench_ops
 
+    sweeps = [(head_dim, kind) for head_dim, kind in SWEEPS if arguments.sweeps in f"{kind}_{head_dim}"]
     jobs = []
     if "sweep" in parts:
-        for head_dim in (128, 64, 256):
-            jobs += [
-                ("decode", head_dim, (s.tile_m, s.tile_kv, s.num_warps, s.num_stages))
-                for s in bench_ops.decode_shapes(head_dim)
-            ]
-            jobs += [
-                ("prefill", head_dim, (s.tile_m, s.tile_kv, s.num_warps, s.num_stages))
-                for s in bench_ops.prefill_shapes(head_dim)
-            ]
+        for head_dim, kind in sweeps:
+            shapes = (
+                bench_ops.prefill_shapes(head_dim) if kind == "prefill" else bench_ops.decode_shapes(head_dim, kind)
+            )
+            jobs += [(kind, head_dim, (s.tile_m, s.tile_kv, s.num_warps, s.num_stages)) for s in shapes]
     results: dict = {}
     started = time.monotonic()
 
@@ -135,14 +138,13 @@ def main() -> None:
     if "time" in parts:
         measure(results, mark)
     if "sweep" in parts:
-        for head_dim in (128, 64, 256):
-            results[f"sweep_decode_{head_dim}"] = bench_ops.sweep_decode(
-                head_dim, bench_ops.decode_shapes(head_dim), deadline
-            )
-            results[f"sweep_prefill_{head_dim}"] = bench_ops.sweep_prefill(
-                head_dim, bench_ops.prefill_shapes(head_dim), deadline
-            )
-            mark(f"sweep {head_dim}")
+        for head_dim, kind in sweeps:
+            if kind == "prefill":
+                rows = bench_ops.sweep_prefill(head_dim, bench_ops.prefill_shapes(head_dim), deadline)
+            else:
+                rows = bench_ops.sweep_decode(head_dim, kind, bench_ops.decode_shapes(head_dim, kind), deadline)
+            results[f"sweep_{kind}_{head_dim}"] = rows
+            mark(f"sweep {kind} {head_dim}")
         print_sweeps(results)
     if "time" in parts:
         print_results(results)
@@ -195,19 +197,16 @@ def print_results(results: dict) -> None:
         if not isinstance(row, dict):
             continue
         print(
-            f"decode {row['requests']:>3} a={row['alpha']}: floor {row['floor_ms']:.3f} ms;"
-            + "".join(
-                f" {name}: attend {row[name]['attend']:.3f} + merge {row[name]['merge']:.3f} = {row[name]['all']:.3f}"
-                f" ({row[name]['of_read_bandwidth']:.0%}, {row[name]['tasks']} tasks);"
-                for name in ("many", "few")
-            )
-            + f" without turn {row['many_without_turn_ms']:.3f}; apart {row.get('one_read_per_request_ms')}; stock {row.get('stock_on_copies_ms')}"
+            f"decode {row['requests']:>3} a={row['alpha']}: floor {row['floor_ms']:.3f} ms; attend {row['attend']:.3f}"
+            f" + merge {row['merge']:.3f} = {row['all']:.3f} ({row['of_read_bandwidth']:.0%}); tasks {row['tasks']};"
+            f" attend without turn {row['attend_without_turn']:.3f}; apart {row.get('one_read_per_request_ms')};"
+            f" stock {row.get('stock_on_copies_ms')}"
         )
     for row in results.get("prefill", []):
         if isinstance(row, dict):
             print(
                 f"prefill {row['rows']} x {row['keys']}: {row['ms']:.3f} ms {row['tflop_s']:.0f} TFLOP/s, {row['of_stock']:.0%} of stock"
-                f" {row['stock_ms']}; without turn {row['without_turn_ms']:.3f}; {row['tasks']} tasks"
+                f" {row['stock_ms']}; without turn {row['without_turn_ms']:.3f}; triton {row['triton_ms']:.3f}; tasks {row['tasks']}"
             )
     for name in ("prefill_variants", "copies", "plan", "run"):
         print(

@@ -195,6 +195,23 @@ def test_variants(step, rotary_options, options):
     assert relative_error(got, oracle(case, rotary, 0.2, **options)) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 7), (128, 3), (128, 8)])
+def test_long_contiguous_prefill(head_dim, group, dtype):
+    """Most of the work is tiles without a mask: the kernel for them runs, where there is one."""
+    case = random_case(
+        11, chunk_lens=(512, 1024, 128, 700, 640), queries=((0, 100), (300, 700), (0, 1)), num_q_heads=2 * group,
+        num_kv_heads=2, head_dim=head_dim, dtype=dtype, contiguous=True,
+    )  # fmt: skip
+    rotary = on_gpu(rotary_of(head_dim, theta=500000.0))
+    sinks = torch.linspace(-2, 6, 2 * group, device="cuda", dtype=dtype)
+    spec = layout_spec(case.q, LayerKV(case.k_cache, case.v_cache), 16, rotary, AttendOptions(0.2))
+    assert (case.plan.device_plan(spec).prefill[0].apart.shape[0] > 0) == spec.has_unmasked_prefill
+    for _ in range(5):
+        got = run_case(case, rotary, 0.2, sinks=sinks)
+        assert relative_error(got, oracle(case, rotary, 0.2, sinks=sinks)) < TOLERANCE[dtype]
+
+
 def test_layer_without_rope():
     case = random_case(
         8, chunk_lens=CHUNKS, queries=QUERIES, num_q_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16
