@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lazyattention quality`: what reuse costs in answers, on your model, documents and questions.
+
+Heavy imports stand inside the command, so that `--help` answers at once.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lazyattention import envs
+from lazyattention.errors import ConfigError
+
+_out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+
+
+def quality_command(
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data",
+            help="JSONL with question, documents, answers; a file or folder of documents to ask about; or nq:PATH, "
+            "hotpotqa:PATH, needle, two_hop. Repeatable.",
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Folder, GGUF file or hub name; default: a small model from a package."),
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="PEFT adapter folder to load onto the model.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for records, report and plot; an interrupted run goes on.")
+    ] = Path("quality"),
+    documents: Annotated[
+        list[Path] | None, typer.Option(help="Where questions without documents find them. Repeatable.")
+    ] = None,
+    num_documents: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Documents per question; several values, several sets.", show_default="10"),
+    ] = None,
+    num_questions: Annotated[int, typer.Option(min=1, help="Questions per set, at most.")] = 200,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="Reuse options to compare.", show_default="after_preamble, isolated"),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help='System message; "" = none.', show_default="short answers")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
+    group_size: Annotated[int, typer.Option(min=1, help="Questions in the engine at the same time.")] = 8,
+    against: Annotated[
+        Path | None, typer.Option(help="Output folder of another run to compare with, such as one without the adapter.")
+    ] = None,
+    question_seed: Annotated[int, typer.Option(help="Of drawn questions and documents.")] = 0,
+    plot: Annotated[bool, typer.Option(help="Draw plot.png (needs matplotlib).")] = True,
+    remember: Annotated[bool, typer.Option(help="Keep the loss for --max-loss.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
+    engine_options: dict[str, Any] | None = None,
+) -> None:
+    """Measure what reuse costs in answers, compared with full attention."""
+    from lazyattention.config import EngineConfig
+    from lazyattention.quality.measure import SHORT_ANSWERS, MeasureConfig
+    from lazyattention.quality.workflow import QualityRequest, run_quality
+
+    if against is not None and not against.is_dir():
+        raise ConfigError(f"--against {against} is not a folder; name the output folder of another run")
+    config = MeasureConfig(
+        options=tuple(option or ("after_preamble", "isolated")),
+        system=SHORT_ANSWERS if system is None else system,
+        max_tokens=max_tokens,
+        group_size=group_size,
+    )
+    request = QualityRequest(
+        data=tuple(data),
+        output=output,
+        documents=tuple(documents or ()),
+        num_documents=tuple(dict.fromkeys(num_documents or (10,))),
+        num_questions=num_questions,
+        seed=question_seed,
+        config=config,
+        against=against,
+        with_plot=plot,
+        with_gate=remember,
+        progress=envs.PROGRESS,
+    )
+    # Measuring compares both sides whatever the gate says.
+    engine_config = EngineConfig.of(None, **{**(engine_options or {}), "max_loss": None})
+    from lazyattention.engine.engine import Engine
+    from lazyattention.models.loader import load_model
+
+    show = _err.is_terminal and envs.PROGRESS
+    loaded = load_model(model, dtype=dtype, device=device, adapter=adapter, progress=show)
+    report = run_quality(Engine(loaded, engine_config), request)
+    if as_json:
+        _out.print_json(json.dumps(report))
+    else:
+        _print_report(report, output)
+
+
+def _print_report(report: dict[str, Any], output: Path) -> None:
+    from lazyattention.quality.report import group_table, summary_table
+
+    for name, summary in report["sets"].items():
+        _out.print(summary_table(summary, f"{report['model']}, {name}, {summary['num_questions']} questions"))
+        if "against" in summary:
+            _out.print(summary_table(summary["against"], f"{name}: against full attention of the other run"))
+    for grouping in ("by_num_documents", "by_gold_position"):
+        table = group_table(report["all"], grouping)
+        if table is not None:
+            _out.print(table)
+    _out.print("In brackets: difference to full attention, question by question, with its 95 % interval.")
+    for name, loss in report["loss"].items():
+        _out.print(
+            f"loss of {name}: {loss['loss']:.3f} nats per answer token, at most {loss['loss_high']:.3f}; "
+            f"--max-loss compares with the latter"
+        )
+    _err.print(f"report: {output / 'report.json'}")

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks every question once with full attention and once per reuse option, in one engine, and writes a record of each.
+
+Per question and option: how likely full attention's own answer is (NLL), how far the distributions along it are apart
+(KL), whether greedy decoding gives the same answer, and, where gold answers are known, how likely and how often they are
+given. Records are JSONL and appended as they are made, so that an interrupted run goes on where it stopped.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazyattention.engine.engine import Engine
+from lazyattention.engine.scoring import ScoredAnswer, generate, score
+from lazyattention.errors import ConfigError
+from lazyattention.quality.examples import QualityExample
+from lazyattention.quality.metrics import containment, exact_match, f1
+from lazyattention.quality.options import FULL_ATTENTION, REUSE_OPTIONS, ReuseOption
+from lazyattention.reuse import PromptLayout
+from lazyattention.utils.hashing import digest_fields
+from lazyattention.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+SHORT_ANSWERS = "You answer questions using the given documents. Reply with only a short answer of a few words."
+RECORDS_NAME = "records.jsonl"
+RUN_NAME = "run.json"
+# Smaller is better; without gold answers the last one is missing, as are the shares below.
+DISTANCES = ("nll", "kl", "gold_nll")
+# Larger is better, between 0 and 1.
+SHARES = ("agreement", "gold_greedy", "exact_match", "f1", "containment")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureConfig:
+    """How questions are asked.
+
+    Attributes:
+        options: Names of reuse options.
+        system: System message; empty = none.
+        max_tokens: Longest answer.
+        group_size: Questions in the engine at the same time. Bounds memory: each holds its answer's distributions.
+    """
+
+    options: tuple[str, ...] = ("after_preamble", "isolated")
+    system: str = SHORT_ANSWERS
+    max_tokens: int = 32
+    group_size: int = 8
+
+    def __post_init__(self) -> None:
+        for name in self.options:
+            REUSE_OPTIONS[name]
+        if not self.options or len(set(self.options)) != len(self.options):
+            raise ConfigError(f"options must be one or more different names, got {', '.join(self.options) or 'none'}")
+        for name in ("max_tokens", "group_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one question gave.
+
+    Attributes:
+        id: The example's.
+        num_documents: Documents in its prompt.
+        gold_position: "first", "middle", "last" or None.
+        num_prompt_tokens: Length of the prompt.
+        answers: Option name ("full" included) -> the answer's text.
+        metrics: Option name -> metric -> value.
+    """
+
+    id: str
+    num_documents: int
+    gold_position: str | None
+    num_prompt_tokens: int
+    answers: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def measure(
+    engine: Engine,
+    examples: Sequence[QualityExample],
+    config: MeasureConfig,
+    folder: Path,
+    *,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Record]:
+    """Measure all examples; those with a record in `folder` already are not asked again.
+
+    Args:
+        engine: Whose model and options are measured.
+        examples: With unique ids.
+        config: How to ask.
+        folder: Receives run.json and records.jsonl.
+        on_done: Called with a number of questions as they are done.
+
+    Returns:
+        One record per example, in order.
+
+    Raises:
+        ConfigError: Ids are not unique, or the folder holds records of another run.
+        LazyAttentionError: A prompt cannot be served, for example because it is too long.
+    """
+    ids = [example.id for example in examples]
+    if len(set(ids)) != len(ids):
+        raise ConfigError("examples have ids that are not unique; give each line another 'id', or none")
+    records = _open_run(engine, examples, config, folder)
+    if on_done is not None and records:
+        on_done(len(records))
+    missing = [example for example in examples if example.id not in records]
+    with (folder / RECORDS_NAME).open("a", encoding="utf-8") as file:
+        for start in range(0, len(missing), config.group_size):
+            group = missing[start : start + config.group_size]
+            for record in _measure_group(engine, group, config):
+                records[record.id] = record
+                file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
+            file.flush()
+            if on_done is not None:
+                on_done(len(group))
+    return [records[example_id] for example_id in ids]
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Return the records of a run, in the order they were made; a last line cut short by an interruption is left out.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    path = folder / RECORDS_NAME
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{folder} holds no {RECORDS_NAME}: {error}; name the output folder of a run") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(Record(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if number != len(lines):
+                raise ConfigError(
+                    f"{path}, line {number} is no record: {error}; start anew in another folder"
+                ) from error
+    return records
+
+
+def layout_of(engine: Engine, example: QualityExample, system: str) -> PromptLayout:
+    """Lay out an example's prompt: instructions, documents, question."""
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": f"Question: {example.question}"})
+    return engine.prompts.chat(messages, example.documents)
+
+
+def answer_token_ids(engine: Engine, layout: PromptLayout, answer: str) -> tuple[int, ...]:
+    """Tokenise a given answer as it would stand behind the prompt, without an end."""
+    tokenizer = engine.loaded.tokenizer
+    before = str(tokenizer.decode(list(layout.spans[-1].token_ids[-1:])))
+    text = answer.strip()
+    if before and not before[-1].isspace() and not before.endswith(">"):
+        text = f" {text}"
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _measure_group(engine: Engine, group: Sequence[QualityExample], config: MeasureConfig) -> list[Record]:
+    layouts = [layout_of(engine, example, config.system) for example in group]
+    full = _ask(engine, FULL_ATTENTION, layouts, config)
+    records = [
+        Record(example.id, len(example.documents), example.gold_position, layout.num_tokens)
+        for example, layout in zip(group, layouts, strict=True)
+    ]
+    _note(engine, records, FULL_ATTENTION, group, layouts, full, full, full)
+    for name in config.options:
+        option = REUSE_OPTIONS[name]
+        answered = _ask(engine, option, layouts, config)
+        along_full = score(
+            engine,
+            layouts,
+            [answer.token_ids for answer in full],
+            reuse_method=option.reuse_method,
+            encoding=option.encoding,
+        )
+        _note(engine, records, option, group, layouts, full, answered, along_full)
+    return records
+
+
+def _ask(
+    engine: Engine, option: ReuseOption, layouts: Sequence[PromptLayout], config: MeasureConfig
+) -> list[ScoredAnswer]:
+    return generate(
+        engine, layouts, max_tokens=config.max_tokens, reuse_method=option.reuse_method, encoding=option.encoding
+    )
+
+
+def _note(
+    engine: Engine,
+    records: Sequence[Record],
+    option: ReuseOption,
+    group: Sequence[QualityExample],
+    layouts: Sequence[PromptLayout],
+    full: Sequence[ScoredAnswer],
+    answered: Sequence[ScoredAnswer],
+    along_full: Sequence[ScoredAnswer],
+) -> None:
+    """Fill in one option's column of each record."""
+    golds = _score_golds(engine, option, group, layouts)
+    for record, example, reference, own, along in zip(records, group, full, answered, along_full, strict=True):
+        text = own.output.text.strip()
+        values = {
+            "nll": along.nll,
+            "kl": _kl(reference.logprobs, along.logprobs),
+            "agreement": float(own.token_ids == reference.token_ids),
+        }
+        if example.answers:
+            values |= {
+                "exact_match": exact_match(text, example.answers),
+                "f1": f1(text, example.answers),
+                "containment": containment(text, example.answers),
+            }
+        gold = golds.get(example.id)
+        if gold is not None:
+            values |= {"gold_nll": gold.nll, "gold_greedy": float(gold.is_greedy)}
+        record.answers[option.name] = text
+        record.metrics[option.name] = values
+
+
+def _score_golds(
+    engine: Engine, option: ReuseOption, group: Sequence[QualityExample], layouts: Sequence[PromptLayout]
+) -> dict[str, ScoredAnswer]:
+    """Score each example's first gold answer."""
+    wanted = [
+        (example, layout, answer_token_ids(engine, layout, example.answers[0]))
+        for example, layout in zip(group, layouts, strict=True)
+        if example.answers
+    ]
+    wanted = [item for item in wanted if item[2]]
+    scored = score(
+        engine,
+        [layout for _, layout, _ in wanted],
+        [token_ids for _, _, token_ids in wanted],
+        reuse_method=option.reuse_method,
+        encoding=option.encoding,
+    )
+    return {example.id: answer for (example, _, _), answer in zip(wanted, scored, strict=True)}
+
+
+def _kl(reference: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean over positions of KL(reference || other), nats; rounding below 0 is cut off."""
+    return max(0.0, float((reference.exp() * (reference - other)).sum(dim=1).mean()))
+
+
+def _open_run(
+    engine: Engine, examples: Sequence[QualityExample], config: MeasureConfig, folder: Path
+) -> dict[str, Record]:
+    """Return the records a folder already holds, having checked that they belong to this very run."""
+    run = _describe_run(engine, examples, config)
+    path = folder / RUN_NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+        (folder / RECORDS_NAME).write_text("", encoding="utf-8")
+        return {}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}; choose another output folder") from error
+    differing = sorted(name for name in {*run, *known} if run.get(name) != known.get(name))
+    if differing:
+        raise ConfigError(
+            f"{folder} holds another run (it differs in {', '.join(differing)}); choose another output folder, or delete it"
+        )
+    records = read_records(folder)
+    # An interruption may have cut the last line short; what follows must not be glued to it.
+    lines = [json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records]
+    (folder / RECORDS_NAME).write_text("".join(lines), encoding="utf-8")
+    if records:
+        logger.info("%d of %d questions are measured already", len(records), len(examples))
+    return {record.id: record for record in records}
+
+
+def _describe_run(engine: Engine, examples: Sequence[QualityExample], config: MeasureConfig) -> dict[str, Any]:
+    """Everything that records depend on."""
+    content = [json.dumps(example.to_dict(), sort_keys=True) for example in examples]
+    return {
+        "weights_id": engine.loaded.weights_id,
+        "model": engine.loaded.name,
+        "dtype": str(engine.loaded.dtype),
+        "examples": digest_fields(content).hex(),
+        "options": list(config.options),
+        "system": config.system,
+        "max_tokens": config.max_tokens,
+        "max_chunk_len": engine.config.cache.max_chunk_len,
+        "documents_place": engine.config.documents_place,
+        "chat_template": engine.config.chat_template,
+    }

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From records to what is reported: means, paired differences and shares, over all questions and over groups of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from lazyattention.engine.gate import MeasuredLoss
+from lazyattention.errors import ConfigError
+from lazyattention.quality.measure import DISTANCES, SHARES, Record
+from lazyattention.quality.options import FULL_ATTENTION
+from lazyattention.quality.statistics import interval, paired_difference
+
+_TITLES = {
+    "nll": "NLL of full attention's answer",
+    "kl": "KL from full attention",
+    "gold_nll": "NLL of the gold answer",
+    "agreement": "same answer as full attention",
+    "gold_greedy": "gold answer is greedy",
+    "exact_match": "exact match",
+    "f1": "F1",
+    "containment": "contains a gold answer",
+}
+_GROUPINGS: dict[str, Callable[[Record], str | None]] = {
+    "by_num_documents": lambda record: str(record.num_documents),
+    "by_gold_position": lambda record: record.gold_position,
+}
+
+
+def summarize(records: Sequence[Record]) -> dict[str, Any]:
+    """Summarise records of one run.
+
+    Returns:
+        `num_questions`; `options`: option -> metric -> `{value, difference, retained_share}`, where value and difference
+        (against full attention, paired) are intervals and the share is missing for distances and zero scores;
+        `by_num_documents` and `by_gold_position`: group -> the same.
+    """
+    summary = _summarize(records)
+    for name, group_of in _GROUPINGS.items():
+        groups = sorted({group for record in records if (group := group_of(record)) is not None}, key=_group_order)
+        summary[name] = {group: _summarize([r for r in records if group_of(r) == group]) for group in groups}
+    return summary
+
+
+def _group_order(group: str) -> tuple[int, str]:
+    return (int(group), "") if group.isdigit() else (("first", "middle", "last").index(group), group)
+
+
+def _summarize(records: Sequence[Record], baseline: dict[str, dict[str, float]] | None = None) -> dict[str, Any]:
+    """`baseline` maps ids to the metrics compared with; None = the record's own full attention."""
+    names = list(records[0].metrics) if records else []
+    options: dict[str, Any] = {}
+    for name in names:
+        options[name] = {}
+        for metric in (*DISTANCES, *SHARES):
+            pairs = [
+                (record.metrics[name][metric], reference[metric])
+                for record in records
+                for reference in [record.metrics[FULL_ATTENTION.name] if baseline is None else baseline[record.id]]
+                if metric in record.metrics[name] and metric in reference
+            ]
+            if pairs:
+                options[name][metric] = _compare(metric, [a for a, _ in pairs], [b for _, b in pairs])
+    return {"num_questions": len(records), "options": options}
+
+
+def _compare(metric: str, values: list[float], references: list[float]) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "value": interval(values).to_dict(),
+        "difference": paired_difference(values, references).to_dict(),
+    }
+    if metric in SHARES and sum(references) > 0:
+        entry["retained_share"] = sum(values) / sum(references)
+    return entry
+
+
+def summarize_against(records: Sequence[Record], others: Sequence[Record]) -> dict[str, Any]:
+    """Compare one run's options with the full attention of another run over the same questions, question by question.
+
+    This is how an adapter is judged: the adapted model under the chunk mask against the unadapted one with full attention.
+    NLL, KL and agreement refer to each model's own full-attention answers and are left out.
+
+    Raises:
+        ConfigError: The runs share no question, or not all of them.
+    """
+    known = {record.id: record for record in others}
+    missing = [record.id for record in records if record.id not in known]
+    if missing or not records:
+        raise ConfigError(
+            f"the other run lacks {len(missing)} of {len(records)} questions; both runs must be over the same data with "
+            "the same seed"
+        )
+    baseline = {
+        record.id: {
+            metric: value
+            for metric, value in known[record.id].metrics[FULL_ATTENTION.name].items()
+            if metric not in ("nll", "kl", "agreement")
+        }
+        for record in records
+    }
+    return _summarize(records, baseline)
+
+
+def loss_of(records: Sequence[Record], option: str, data: str) -> MeasuredLoss:
+    """What the gate decides by: how much less likely answers become, nats per answer token.
+
+    Gold answers where all questions have one, else full attention's own answers.
+    """
+    has_golds = all("gold_nll" in record.metrics[option] for record in records)
+    metric = "gold_nll" if has_golds else "nll"
+    found = paired_difference(
+        [record.metrics[option][metric] for record in records],
+        [record.metrics[FULL_ATTENTION.name][metric] for record in records],
+    )
+    return MeasuredLoss(found.mean, found.high, found.num_questions, metric, data)
+
+
+def summary_table(summary: dict[str, Any], title: str) -> Table:
+    """One row per metric, one column per option; differences to full attention with their 95 % intervals."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("metric")
+    for name in summary["options"]:
+        table.add_column(name, justify="right")
+    for metric in (*DISTANCES, *SHARES):
+        cells = []
+        for name, metrics in summary["options"].items():
+            entry = metrics.get(metric)
+            cells.append("" if entry is None else _cell(entry, is_full=name == FULL_ATTENTION.name))
+        if any(cells):
+            table.add_row(_TITLES[metric], *cells)
+    return table
+
+
+def group_table(summary: dict[str, Any], grouping: str) -> Table | None:
+    """One row per group of questions; None when there is only one group."""
+    groups = summary[grouping]
+    if len(groups) < 2:
+        return None
+    first = next(iter(groups.values()))["options"]
+    has_golds = "gold_nll" in first[FULL_ATTENTION.name]
+    metrics = ("gold_nll", "containment") if has_golds else ("kl", "agreement")
+    table = Table(title=grouping.replace("_", " "), title_justify="left")
+    table.add_column("group")
+    table.add_column("questions", justify="right")
+    for metric in metrics:
+        for name in first:
+            table.add_column(f"{_TITLES[metric]}\n{name}", justify="right")
+    for group, part in groups.items():
+        values = [
+            f"{part['options'][name][metric]['value']['mean']:.3f}" if metric in part["options"][name] else ""
+            for metric in metrics
+            for name in first
+        ]
+        table.add_row(group, str(part["num_questions"]), *values)
+    return table
+
+
+def _cell(entry: dict[str, Any], *, is_full: bool) -> str:
+    text = f"{entry['value']['mean']:.3f}"
+    if is_full:
+        return text
+    difference = entry["difference"]
+    return f"{text}  ({difference['mean']:+.3f}, {difference['low']:+.3f} … {difference['high']:+.3f})"
