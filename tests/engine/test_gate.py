@@ -49,7 +49,8 @@ def test_the_interval_decides_not_the_mean():
 
 
 @pytest.mark.parametrize(
-    "other", [{"encoding": "isolated"}, {"max_chunk_len": 64}, {"documents_place": "system"}, {"chat_template": "plain"}]
+    "other",
+    [{"encoding": "isolated"}, {"max_chunk_len": 64}, {"documents_place": "system"}, {"chat_template": "plain"}],
 )
 def test_a_loss_belongs_to_weights_and_prompt_options(other):
     remember_loss("weights", config(), SMALL)

@@ -74,7 +74,9 @@ def find_loss(weights_id: str, config: EngineConfig) -> MeasuredLoss | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"the measured loss in {path} cannot be read: {error}; delete it and measure again") from error
+        raise ConfigError(
+            f"the measured loss in {path} cannot be read: {error}; delete it and measure again"
+        ) from error
 
 
 def decide(weights_id: str, config: EngineConfig) -> GateDecision:
