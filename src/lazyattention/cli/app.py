@@ -18,6 +18,7 @@ from lazyattention.cli.ask import AskCommand, ask
 from lazyattention.cli.console import err, out
 from lazyattention.cli.options import with_engine_options
 from lazyattention.errors import ConfigError, LazyAttentionError, NotFoundError, RequestError
+from lazyattention.quality.cli import quality_command
 from lazyattention.server.cli import documents_app, serve_command
 from lazyattention.utils.logging import configure_logging
 
@@ -81,6 +82,7 @@ def root(
 app.command("ask", cls=AskCommand)(with_engine_options(ask))
 app.command("serve")(with_engine_options(serve_command))
 app.add_typer(documents_app, name="documents")
+app.command("quality")(with_engine_options(quality_command))
 
 
 @app.command()
