@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small run of every kernel, to be watched by compute-sanitizer:
+"""A small run of every kernel, to be watched by compute-sanitizer.
 
 PYTHONPATH=src:. compute-sanitizer --tool memcheck python3 benchmarks/sanitize_ops.py
 """
 
 import torch
-
 from tests.gpu import test_kernels as cases
 from tests.ops.layouts import rotary_of
 
