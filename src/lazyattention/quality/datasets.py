@@ -82,7 +82,13 @@ def _nq(split: str) -> Callable[[Path | None, int, int, int], list[QualityExampl
                 f"{path} is not of the form of nq-open-oracle.jsonl.gz (question, answers, ctxs): {error!r}"
             ) from error
         random.Random(_SPLIT_SEED).shuffle(pool)
-        pool = pool[:_NUM_TEST_QUESTIONS] if split == "test" else pool[_NUM_TEST_QUESTIONS:]
+        tested, pool = pool[:_NUM_TEST_QUESTIONS], pool[_NUM_TEST_QUESTIONS:]
+        if split == "test":
+            pool = tested
+        else:
+            # Several questions share an article; what is tested must not be trained on, passages included.
+            titles = {gold["title"] for _, _, gold in tested}
+            pool = [row for row in pool if row[2]["title"] not in titles]
         draw = random.Random(f"nq {split} {num_documents} {seed}")
         examples = []
         for index, (question, answers, gold) in enumerate(pool[:num_questions]):
