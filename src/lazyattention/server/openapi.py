@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from lazyattention.server.schemas import Error
 
 STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: events."}}}}
+    200: {"content": {"text/event-stream": {"schema": {"description": "With `stream`: events."}}}}
 }
 # What any route under /v1 may answer besides its own body.
 _ERRORS = {

@@ -31,13 +31,13 @@ function limitsOf(schema) {
   return parts.join(", ");
 }
 
-function fieldTable(schema) {
-  const rows = Object.entries(schema.properties ?? {}).map(([name, field]) => element("tr", {},
-    element("td", {}, element("code", {}, name), (schema.required ?? []).includes(name) ? " (required)" : ""),
+function fieldTable(name, schema) {
+  const rows = Object.entries(schema.properties ?? {}).map(([key, field]) => element("tr", {},
+    element("td", {}, element("code", {}, key), (schema.required ?? []).includes(key) ? " (required)" : ""),
     element("td", {}, ...typeOf(field)),
     element("td", {}, [limitsOf(field), field.description ?? ""].filter(Boolean).join(". "))));
   const head = element("tr", {}, ...["Field", "Type", "Meaning"].map((text) => element("th", { scope: "col" }, text)));
-  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Fields" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Fields of ${name}` }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
 }
 
 const cards = [];
@@ -53,7 +53,7 @@ for (const [path, operations] of Object.entries(description.paths)) {
   }
 }
 for (const [name, schema] of Object.entries(schemas)) {
-  if (schema.properties) cards.push(element("section", { class: "card", id: name }, element("h2", {}, name), element("p", {}, schema.description ?? ""), fieldTable(schema)));
+  if (schema.properties) cards.push(element("section", { class: "card", id: name }, element("h2", {}, name), element("p", {}, schema.description ?? ""), fieldTable(name, schema)));
 }
 document.getElementById("operations").replaceChildren(...cards);
 if (location.hash) document.querySelector(location.hash)?.scrollIntoView();
