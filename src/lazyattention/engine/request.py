@@ -116,6 +116,7 @@ class Sequence:
         output: What the user sees of it.
         num_skipped: Younger requests that overtook it while it waited.
         num_preemptions: How often its blocks were taken.
+        decoding_spans: The `spans` that were all there when it was last asked; they stay so until others replace them.
     """
 
     group: RequestGroup
@@ -131,6 +132,7 @@ class Sequence:
     output: CompletionOutput = field(default_factory=lambda: CompletionOutput(0))
     num_skipped: int = 0
     num_preemptions: int = 0
+    decoding_spans: list[SpanState] | None = None
 
     @property
     def is_decoding(self) -> bool:
@@ -138,8 +140,14 @@ class Sequence:
 
         After preemption a chunk may be gone while the text behind it is still stored.
         """
-        has_chunks = all(span.chunk is None or span.chunk.is_ready for span in self.spans)
-        return bool(self.output_token_ids) and self.num_remaining == 1 and has_chunks
+        if self.decoding_spans is self.spans:
+            return True
+        if not self.output_token_ids or self.num_remaining != 1:
+            return False
+        if not all(span.chunk is None or span.chunk.is_ready for span in self.spans):
+            return False
+        self.decoding_spans = self.spans
+        return True
 
     @property
     def num_remaining(self) -> int:

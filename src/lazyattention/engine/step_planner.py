@@ -114,9 +114,7 @@ class StepPlanner:
                 parts.sampled.append(sequence)
                 parts.sample_rows.append(parts.num_tokens - 1)
         query_lens = np.array(parts.query_lens)
-        token_ids, positions, slots = (
-            np.concatenate(arrays) for arrays in (parts.token_ids, parts.positions, parts.slots)
-        )
+        positions, slots = np.array(parts.positions), np.array(parts.slots)
         store_turns = np.zeros(len(positions), np.int64)
         for start, turns in parts.store_turns:
             store_turns[start : start + len(turns)] = turns
@@ -125,7 +123,7 @@ class StepPlanner:
         )
         sources, targets, deltas = copies_of(step, self._block_size)
         batch = PlannedBatch(
-            token_ids=token_ids,
+            token_ids=np.array(parts.token_ids),
             positions=positions,
             slot_mapping=slots,
             store_turns=store_turns,
@@ -157,9 +155,9 @@ class StepPlanner:
         parts.add(
             known.rows,
             known.seen,
-            np.array([span.token_ids[index]]),
-            np.array([span.start + index]),
-            np.array([span.block_ids[block] * self._block_size + inside]),
+            (span.token_ids[index],),
+            (span.start + index,),
+            (span.block_ids[block] * self._block_size + inside,),
         )
 
     def _start_decoding(self, piece: Piece, sequence: Sequence, span: SpanState) -> _Decoding:
@@ -173,13 +171,12 @@ class StepPlanner:
         num_keys = piece.offset + piece.num_tokens
         is_last = piece.span_index == len(sequence.spans) - 1
         own = self._range_of_span(span, num_keys, max_tokens=len(span.token_ids) + sequence.max_tokens * is_last)
-        index = np.arange(piece.offset, num_keys)
         parts.add(
             _rows([*seen, own], [*deltas, 0]),
             seen,
-            np.array(span.token_ids[piece.offset : num_keys]),
-            span.start + index,
-            slots_of(span.block_ids, index, self._block_size),
+            span.token_ids[piece.offset : num_keys],
+            range(span.start + piece.offset, span.start + num_keys),
+            slots_of(span.block_ids, np.arange(piece.offset, num_keys), self._block_size).tolist(),
         )
 
     def _add_chunk_piece(self, parts: "_Parts", piece: Piece) -> None:
@@ -188,16 +185,15 @@ class StepPlanner:
         num_keys = piece.offset + piece.num_tokens
         seen = [] if chunk.preamble is None else [self._range_of_chunk(chunk.preamble, chunk.preamble.num_tokens)]
         own = self._range_of_chunk(chunk, num_keys)
-        index = np.arange(piece.offset, num_keys)
-        positions = chunk.base + index
+        positions = range(chunk.base + piece.offset, chunk.base + num_keys)
         if not chunk.keys_turned:
-            parts.store_turns.append((parts.num_tokens, -positions))
+            parts.store_turns.append((parts.num_tokens, -np.array(positions)))
         parts.add(
             _rows([*seen, own], [0] * (len(seen) + 1)),
             seen,
-            np.array(chunk.token_ids[piece.offset : num_keys]),
+            chunk.token_ids[piece.offset : num_keys],
             positions,
-            slots_of(chunk.block_ids, index, self._block_size),
+            slots_of(chunk.block_ids, np.arange(piece.offset, num_keys), self._block_size).tolist(),
         )
 
     # Ranges ----------------------------------------------------------------------------------------------------------
@@ -246,8 +242,8 @@ class StepPlanner:
         if len(block_ids) == known.num_blocks:
             self._plans.grow_range(known.range_id, num_tokens)
         else:
-            # The builder counts a range's blocks by its tokens: all earlier blocks are full when one is added.
-            self._plans.grow_range(known.range_id, known.num_blocks * self._block_size)
+            # The builder counts a range's blocks by its tokens.
+            assert known.num_tokens == known.num_blocks * self._block_size, "a block was added to one that is not full"
             self._plans.grow_range(known.range_id, num_tokens, block_ids[known.num_blocks :])
             known.num_blocks = len(block_ids)
         known.num_tokens = num_tokens
@@ -277,27 +273,35 @@ class StepPlanner:
 class _Parts:
     """A batch under construction."""
 
-    token_ids: list[np.ndarray] = field(default_factory=list)
-    positions: list[np.ndarray] = field(default_factory=list)
-    slots: list[np.ndarray] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
     store_turns: list[tuple[int, np.ndarray]] = field(default_factory=list)
     query_lens: list[int] = field(default_factory=list)
     rows: list[RequestRows] = field(default_factory=list)
     seen: list[list[_Range]] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
-    num_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     def add(
-        self, rows: RequestRows, seen: list[_Range], token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray
+        self,
+        rows: RequestRows,
+        seen: list[_Range],
+        token_ids: Iterable[int],
+        positions: Iterable[int],
+        slots: Iterable[int],
     ) -> None:
+        num_before = len(self.token_ids)
+        self.token_ids += token_ids
+        self.positions += positions
+        self.slots += slots
         self.rows.append(rows)
         self.seen.append(seen)
-        self.query_lens.append(len(token_ids))
-        self.token_ids.append(token_ids)
-        self.positions.append(positions)
-        self.slots.append(slots)
-        self.num_tokens += len(token_ids)
+        self.query_lens.append(len(self.token_ids) - num_before)
 
 
 def _rows(ranges: Iterable[_Range], deltas: list[int]) -> RequestRows:
