@@ -149,7 +149,9 @@ class Engine:
             ConfigError: The reuse method or the encoding is unknown.
         """
         method = self._method_for(reuse, reuse_method)
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
         num_prompt_tokens = layout.num_tokens

@@ -2,7 +2,9 @@
 """The offline facade: load a model, ask, read the answers. See async_engine.py for servers."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -71,6 +73,9 @@ class LLM:
         self.engine = Engine(loaded, config)
         self.documents = Documents(self)
         self._ids = (f"request-{number}" for number in itertools.count())
+        # Streams and calls may be under way side by side; whoever steps the engine files the outputs of all.
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._left: deque[str] = deque()
 
     @property
     def model_name(self) -> str:
@@ -108,6 +113,8 @@ class LLM:
         Raises:
             RequestError: A prompt or document is malformed; nothing was run.
         """
+        if not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts must be a string or a list of prompts, got {type(prompts).__name__}")
         many: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         given = _spread(documents, len(many))
         layouts = [
@@ -144,8 +151,8 @@ class LLM:
         Raises:
             RequestError: A message or document is malformed; nothing was run.
         """
-        if not isinstance(messages, Sequence) or not messages:
-            raise RequestError("messages is empty; give at least one message")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError(f"messages must be a non-empty list of messages, got {messages!r:.80}")
         many: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
         given = _spread(documents, len(many))
         layouts = [self._chat_layout(conversation, docs, tools) for conversation, docs in zip(many, given, strict=True)]
@@ -172,7 +179,11 @@ class LLM:
         layout = self._chat_layout(messages, documents or (), tools)
         request_id = next(self._ids)
         self.engine.add_request(request_id, layout, sampling_params, reuse=reuse, reuse_method=reuse_method)
-        return self._stream(request_id)
+        self._mailboxes[request_id] = deque()
+        stream = self._stream(request_id)
+        # A generator that was dropped before its first step never gets to its `finally`.
+        weakref.finalize(stream, self._left.append, request_id).atexit = False
+        return stream
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters and gauges by name."""
@@ -203,18 +214,31 @@ class LLM:
         )
 
     def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+        outputs = self._mailboxes[request_id]
         try:
             while True:
-                for output in self.engine.step():
-                    if output.request_id != request_id:
-                        continue
-                    if output.error is not None:
-                        raise output.error
-                    yield output
-                    if output.finished:
-                        return
+                while not outputs:
+                    self._step()
+                output = outputs.popleft()
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.finished:
+                    return
         finally:
-            self.engine.abort(request_id)
+            self._leave(request_id)
+
+    def _step(self) -> None:
+        """Step the engine and file its outputs by request."""
+        while self._left:
+            self._leave(self._left.popleft())
+        for output in self.engine.step():
+            if output.request_id in self._mailboxes:
+                self._mailboxes[output.request_id].append(output)
+
+    def _leave(self, request_id: str) -> None:
+        self._mailboxes.pop(request_id, None)
+        self.engine.abort(request_id)
 
     def _run(
         self,
@@ -225,26 +249,30 @@ class LLM:
         title: str = "Answering",
         reuse: str = "auto",
     ) -> list[RequestOutput]:
-        """Run all layouts to the end; a layout that is refused becomes an output with an error."""
+        """Run all layouts to the end. If one is refused, none runs."""
         if isinstance(sampling_params, Sequence) and len(sampling_params) != len(layouts):
             raise RequestError(
                 f"got {len(sampling_params)} sampling_params for {len(layouts)} prompts; give one or all"
             )
         ids = [next(self._ids) for _ in layouts]
+        new: deque[RequestOutput] = deque()
         outputs: dict[str, RequestOutput] = {}
         with _progress(title, len(layouts), self._progress if progress is None else progress) as bar:
             try:
                 for index, (request_id, layout) in enumerate(zip(ids, layouts, strict=True)):
                     params = sampling_params[index] if isinstance(sampling_params, Sequence) else sampling_params
                     self.engine.add_request(request_id, layout, params, reuse=reuse, reuse_method=reuse_method)
+                    self._mailboxes[request_id] = new
                 while len(outputs) < len(ids):
-                    for output in self.engine.step():
-                        if output.finished and output.request_id in ids:
+                    self._step()
+                    while new:
+                        output = new.popleft()
+                        if output.finished:
                             outputs[output.request_id] = output
                             bar.advance()
             finally:
                 for request_id in ids:
-                    self.engine.abort(request_id)
+                    self._leave(request_id)
         return [outputs[request_id] for request_id in ids]
 
 
@@ -284,7 +312,9 @@ class Documents:
         engine = self._llm.engine
         given = [Document.of(document) for document in documents]
         layouts = [self._llm._chat_layout(messages, [document], None) for document in given]
-        outputs = self._llm._run(layouts, SamplingParams(max_tokens=1), None, progress, title="Reading documents", reuse="always")
+        outputs = self._llm._run(
+            layouts, SamplingParams(max_tokens=1), None, progress, title="Reading documents", reuse="always"
+        )
         for output in outputs:
             if output.error is not None:
                 raise output.error
@@ -344,6 +374,8 @@ def _spread(documents: Any, num_prompts: int) -> list[Sequence[Any]]:  # noqa: A
         return [()] * num_prompts
     if isinstance(documents, str | Mapping | Document):
         raise RequestError("documents must be a list; put the single document into one")
+    if not isinstance(documents, Iterable):
+        raise RequestError(f"documents must be a list of documents, got {type(documents).__name__}")
     given = list(documents)
     is_nested = bool(given) and all(isinstance(d, Sequence) and not isinstance(d, str) for d in given)
     if not is_nested:

@@ -259,6 +259,11 @@ class PromptBuilder:
     def _token_ids_of(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return list(self._tokenizer(_check_text(prompt, None))["input_ids"]) if prompt else []
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        if not is_list:
+            raise RequestError(
+                f"a prompt is a string or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
+            )
         vocab_size = len(self._tokenizer)
         for token_id in prompt:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
