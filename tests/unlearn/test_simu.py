@@ -118,6 +118,15 @@ def test_the_reference_model_stays_the_original():
     assert losses[-1] > 1e-4
 
 
+def test_accumulated_gradients_are_a_mean_not_a_sum():
+    """Two micro-batches of 2 are one step of 4, up to the weight of examples of unequal length."""
+    norms = [
+        run(train__batch_size=size, train__gradient_accumulation_steps=count)[1].steps[count - 1]["grad_norm"]
+        for size, count in ((4, 1), (2, 2))
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=0.2)
+
+
 def test_bf16_weights_train_with_float32_state():
     before, result = run("simu", model=small_model().to(torch.bfloat16))
     assert result.num_changed > 0

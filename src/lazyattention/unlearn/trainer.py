@@ -324,7 +324,8 @@ def _training_arguments(
 ) -> TrainingArguments:
     train = config.train
     if train.gradient_checkpointing:
-        # Frozen embeddings give inputs without gradient: checkpointed layers would then train nothing.
+        # Frozen embeddings give inputs without gradient: under reentrant checkpointing, which a model may insist on,
+        # its layers would train nothing.
         model.enable_input_require_grads()
     arguments = TrainingArguments(
         output_dir=str(output_dir),
