@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained is what is served: the training-time attention gives the engine's own logits."""
+
+import pytest
+import torch
+
+import lazyattention.adapt.attention as attention_module
+from fixtures.tiny_engine import loaded_tiny, make_engine, prompt
+from fixtures.tiny_models import tiny_model
+from lazyattention.adapt.attention import TRAINING_ATTENTION_NAME
+from lazyattention.adapt.rows import TrainingRow, make_batch
+from lazyattention.engine.scoring import score
+from lazyattention.errors import UnsupportedError
+from lazyattention.models.rope import layer_rotaries
+
+ANSWER = (7, 90, 3, 200, 41)
+PROMPTS = [
+    "p11 d9 d16 d33 t5",
+    "p11 t6 d9 t7 d33 d16 t8 d1 t5",  # text and history between documents
+    "p11 d9 d9 t4 d16 d9 t5",  # the same document often
+    "d16 d9 d33 t5",  # nothing before the documents
+    "p0 d16 d0 d9 t5",  # an empty preamble, an empty document
+    "p1 d9 t1 d16 t1-b",
+    "p17 d8 t3",
+    "t29",
+]
+WAYS = [("rotate_query", "after_preamble"), ("rotate_query", "isolated"), ("full_recompute", "after_preamble")]
+FAMILIES = [
+    ("llama", "default"),
+    ("qwen3", "default"),
+    ("llama", "yarn"),
+    ("glm", "partial rotary"),
+    ("gemma3_text", "a table per layer type"),  # sliding layers, two tables
+    ("gemma2", "default"),  # soft-capping
+    ("gpt_oss", "yarn"),  # sinks
+    ("cohere2", "full layers without RoPE"),
+]
+
+
+def training_logprobs(model, rows):
+    """Log-probabilities at each answer token of each row, all rows in one padded batch."""
+    model.set_attn_implementation(TRAINING_ATTENTION_NAME)
+    batch = make_batch(rows, layer_rotaries(model))
+    output = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.visibility.positions,
+        use_cache=False,
+        chunk_visibility=batch.visibility,
+        logits_to_keep=batch.num_kept,
+    )
+    logprobs = output.logits.log_softmax(dim=-1)
+    return [logprobs[index][batch.answer_mask[index]] for index in range(len(rows))]
+
+
+def error_against_engine(engine, model, prompts, way):
+    layouts = [prompt(words) for words in prompts]
+    rows = [TrainingRow(layout, ANSWER, *way) for layout in layouts]
+    want = score(engine, layouts, [ANSWER] * len(layouts), reuse_method=way[0], encoding=way[1])
+    got = training_logprobs(model, rows)
+    return max((w.logprobs.double() - g.double()).abs().max().item() for w, g in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_equal_the_engines_in_float64(way):
+    engine = make_engine(loaded_tiny(num_hidden_layers=2))
+    model = tiny_model(num_hidden_layers=2).double()
+    assert error_against_engine(engine, model, PROMPTS, way) < 1e-4  # the engine's sampler sees float32
+
+
+@pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
+def test_every_kind_of_attention_equals_the_engines(model_type, variant):
+    engine = make_engine(loaded_tiny(model_type, variant))
+    model = tiny_model(model_type, variant).double()
+    for way in WAYS:
+        assert error_against_engine(engine, model, PROMPTS[:3], way) < 2e-4, way
+
+
+def test_float32_is_as_near():
+    engine = make_engine(loaded_tiny(dtype="float32"))
+    assert error_against_engine(engine, tiny_model(), PROMPTS[:2], WAYS[0]) < 1e-3
+
+
+@pytest.mark.parametrize("broken", ["no extra keys", "wrong turn", "no turn", "chunks see each other"])
+def test_breaking_it_is_noticed(broken, monkeypatch):
+    visibility = attention_module.ChunkVisibility
+    seen, table = visibility._seen, visibility._table
+    if broken == "no extra keys":
+        monkeypatch.setattr(visibility, "extend", lambda self, k, v, _: (k, v))
+        monkeypatch.setattr(visibility, "_seen", lambda self, w: seen(self, w)[:, :, : self.positions.shape[1]])
+    elif broken == "wrong turn":
+        monkeypatch.setattr(visibility, "_table", lambda self, f, k: (table(self, f, k)[0], -table(self, f, k)[1]))
+    elif broken == "no turn":
+        monkeypatch.setattr(attention_module, "turn", lambda rows, *_: rows)
+    else:
+        monkeypatch.setattr(visibility, "_seen", lambda self, w: seen(self, w) | seen(self, w).any(1, keepdim=True))
+    engine = make_engine(loaded_tiny(num_hidden_layers=2))
+    model = tiny_model(num_hidden_layers=2).double()
+    assert error_against_engine(engine, model, PROMPTS[:2], WAYS[0]) > 1e-2
+
+
+def test_gradients_pass_and_padding_has_none():
+    model = tiny_model(num_hidden_layers=2)
+    model.get_input_embeddings().requires_grad_(True)
+    rows = [TrainingRow(prompt("p11 d9 d16 t5"), ANSWER, *WAYS[0]), TrainingRow(prompt("t2"), (5,), *WAYS[0])]
+    got = training_logprobs(model, rows)
+    sum(part.sum() for part in got).backward()
+    gradient = model.get_input_embeddings().weight.grad
+    assert bool(gradient.isfinite().all())
+    used = {token for row in rows for token in row.layout.token_ids}
+    assert gradient[sorted(used - {0})].abs().sum(1).min() > 0
+    assert gradient[0].abs().sum() == 0  # the padding token
+
+
+def test_rows_of_different_masks_share_a_batch():
+    model = tiny_model(num_hidden_layers=2).double()
+    rows = [TrainingRow(prompt(PROMPTS[0]), ANSWER, *way) for way in WAYS]
+    together = training_logprobs(model, rows)
+    for row, got in zip(rows, together, strict=True):
+        torch.testing.assert_close(got, training_logprobs(model, [row])[0], rtol=0, atol=1e-6)
+
+
+def test_targets_and_masks_point_at_question_and_answer():
+    layout = prompt("p11 d9 t5")
+    batch = make_batch([TrainingRow(layout, ANSWER, *WAYS[0]), TrainingRow(prompt("t9"), (5, 6), *WAYS[0])], [])
+    assert batch.targets[0][batch.answer_mask[0]].tolist() == list(ANSWER)
+    assert batch.targets[1][batch.answer_mask[1]].tolist() == [5, 6]
+    assert batch.targets[0][batch.question_mask[0]].tolist() == list(layout.spans[-1].token_ids[1:])
+    assert batch.targets[1][batch.question_mask[1]].tolist() == list(prompt("t9").spans[0].token_ids[1:])
+
+
+def test_what_would_change_the_mathematics_is_refused():
+    model = tiny_model(num_hidden_layers=1)
+    model.set_attn_implementation(TRAINING_ATTENTION_NAME)
+    batch = make_batch([TrainingRow(prompt("t9"), (5, 6), *WAYS[0])], layer_rotaries(model))
+    with pytest.raises(UnsupportedError, match="position_bias"):
+        model(
+            input_ids=batch.input_ids,
+            position_ids=batch.visibility.positions,
+            use_cache=False,
+            chunk_visibility=batch.visibility,
+            position_bias=torch.zeros(1),
+        )
