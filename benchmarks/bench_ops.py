@@ -112,6 +112,7 @@ class Problem:
             decode_few=tiles.decode_few,
             decode_many=tiles.decode_many,
             prefill=tiles.prefill,
+            prefill_unturned=tiles.prefill_unturned,
             num_programs=num_multiprocessors(DEVICE),
             prefill_min_tokens=max(2, tiles.prefill_min_rows // group),
             has_unmasked_prefill=has_unmasked_prefill(self.q, self.kv, self.rotary, AttendOptions(1.0)),
@@ -406,7 +407,9 @@ def bench_plan() -> dict[str, float]:
         slots.append((first + 4) * BLOCK_SIZE + 5)
     lens, positions_, slots_ = np.ones(256, np.int64), np.array(positions), np.array(slots)
     tiles = tiles_for(DEVICE, 128, torch.bfloat16)
-    spec = LayoutSpec(8, 4, BLOCK_SIZE, None, tiles.decode_few, tiles.decode_many, tiles.prefill, 132, 16)
+    spec = LayoutSpec(
+        8, 4, BLOCK_SIZE, None, tiles.decode_few, tiles.decode_many, tiles.prefill, tiles.prefill_unturned, 132, 16
+    )
 
     def step() -> None:
         builder.plan(builder.step(requests, lens, positions_, slots_)).device_plan(spec)

@@ -53,7 +53,8 @@ class LayoutSpec:
         sliding_window: Of the layer, tokens, or None.
         decode_few: Tiles of shared_decode over ranges whose rows fit into one of these.
         decode_many: Tiles of shared_decode over ranges with more rows.
-        prefill: Tiles of chunk_prefill.
+        prefill: Tiles of chunk_prefill over keys stored turned.
+        prefill_unturned: Likewise, unturned.
         num_programs: Programs the device runs at once.
         prefill_min_tokens: Query tokens from which a group goes to chunk_prefill.
         has_unmasked_prefill: There is a faster kernel for chunk_prefill's tiles without a mask in consecutive slots.
@@ -66,6 +67,7 @@ class LayoutSpec:
     decode_few: TileShape
     decode_many: TileShape
     prefill: TileShape
+    prefill_unturned: TileShape
     num_programs: int
     prefill_min_tokens: int
     has_unmasked_prefill: bool = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lazyattention.ops._layout import LayoutSpec, PlanArrays, concatenated_ranges
+from lazyattention.ops._tiles import TileShape
 
 # What starting a program and writing its result costs, in key tiles.
 _PROGRAM_TILES = 1.5
@@ -85,6 +86,7 @@ def lay_out_prefill(
     arrays: PlanArrays, chosen: np.ndarray, positions: np.ndarray, spec: LayoutSpec, keys_turned: bool
 ) -> PrefillLayout:
     """Lay out the chosen groups."""
+    shape = spec.prefill if keys_turned else spec.prefill_unturned
     groups = np.flatnonzero(chosen)
     if len(groups) == 0:
         return _empty()
@@ -92,7 +94,7 @@ def lay_out_prefill(
     order = np.lexsort((sizes, starts))
     groups, starts, sizes = groups[order], starts[order], sizes[order]
     borders = np.flatnonzero((np.diff(starts) != 0) | (np.diff(sizes) != 0)) + 1
-    runs = [_lay_out_run(arrays, run_groups, positions, spec) for run_groups in np.split(groups, borders)]
+    runs = [_lay_out_run(arrays, run_groups, positions, spec, shape) for run_groups in np.split(groups, borders)]
 
     tile_offsets = np.cumsum([0] + [len(run.tiles) for run in runs])
     tiles = np.concatenate([run.tiles for run in runs])
@@ -129,16 +131,18 @@ def _empty() -> PrefillLayout:
     )
 
 
-def _lay_out_run(arrays: PlanArrays, groups: np.ndarray, positions: np.ndarray, spec: LayoutSpec) -> _Run:
-    full, tails, is_contiguous = _key_tiles(arrays, groups, spec)
+def _lay_out_run(
+    arrays: PlanArrays, groups: np.ndarray, positions: np.ndarray, spec: LayoutSpec, shape: TileShape
+) -> _Run:
+    full, tails, is_contiguous = _key_tiles(arrays, groups, shape.tile_kv, spec.block_size)
     start, size = int(arrays.group_starts[groups[0]]), int(arrays.group_sizes[groups[0]])
-    tokens_per_tile = max(1, spec.prefill.tile_m // spec.group)
+    tokens_per_tile = max(1, shape.tile_m // spec.group)
     firsts = np.arange(0, size, tokens_per_tile)
     num_tokens = np.minimum(tokens_per_tile, size - firsts)
     low = positions[start] + firsts  # first and last position of each query tile
     high = low + num_tokens - 1
 
-    tile = spec.prefill.tile_kv
+    tile = shape.tile_kv
     stands, tail_stands = full[:, 3], tails[:, 3]
     seen_end = np.searchsorted(stands, high, side="right")
     full_end = np.searchsorted(stands + tile - 1, low, side="right")
@@ -165,9 +169,10 @@ def _lay_out_run(arrays: PlanArrays, groups: np.ndarray, positions: np.ndarray, 
     )
 
 
-def _key_tiles(arrays: PlanArrays, groups: np.ndarray, spec: LayoutSpec) -> tuple[np.ndarray, np.ndarray, bool]:
+def _key_tiles(
+    arrays: PlanArrays, groups: np.ndarray, tile: int, block_size: int
+) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return whole tiles and shorter tails of the groups' ranges, by position, and whether whole ones are contiguous."""
-    tile, block_size = spec.prefill.tile_kv, spec.block_size
     ranges, deltas = arrays.group_ranges[groups], arrays.group_deltas[groups]
     num_keys, tables = arrays.range_tokens[ranges], arrays.range_tables[ranges]
     first_stands = arrays.range_firsts[ranges] + deltas

@@ -33,7 +33,8 @@ class Tiles:
     Attributes:
         decode_few: shared_decode when ranges have few rows each.
         decode_many: shared_decode when many rows share ranges.
-        prefill: chunk_prefill.
+        prefill: chunk_prefill over keys stored turned.
+        prefill_unturned: chunk_prefill over keys stored unturned.
         prefill_min_rows: Rows of one request (tokens times query heads per KV head) from which it goes to
             chunk_prefill.
     """
@@ -41,19 +42,24 @@ class Tiles:
     decode_few: TileShape
     decode_many: TileShape
     prefill: TileShape
+    prefill_unturned: TileShape
     prefill_min_rows: int = 64
 
 
 # Largest padded head_dim -> tiles, 16-bit KV.
 _TILES = {
-    64: Tiles(TileShape(16, 128, 4, 2), TileShape(64, 128, 4, 2), TileShape(64, 128, 4, 3)),
-    128: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 64, 4, 2), TileShape(128, 128, 8, 2)),
-    256: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 32, 4, 3), TileShape(128, 64, 8, 2)),
+    64: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 128, 4, 2), TileShape(128, 128, 8, 3), TileShape(64, 64, 4, 1)),
+    128: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 64, 4, 2), TileShape(128, 128, 8, 2), TileShape(64, 64, 4, 1)),
+    256: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 32, 4, 3), TileShape(128, 64, 8, 2), TileShape(64, 32, 4, 1)),
 }
 # float32 is for tests: half the keys per step, so that shared memory suffices.
-_FLOAT32_TILES = Tiles(TileShape(16, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 2))
+_FLOAT32_TILES = Tiles(
+    TileShape(16, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 1)
+)
 # The interpreter: small tiles, so that small tests have several.
-_INTERPRETED_TILES = Tiles(TileShape(16, 16, 4, 1), TileShape(64, 32, 4, 1), TileShape(32, 16, 4, 1), 32)
+_INTERPRETED_TILES = Tiles(
+    TileShape(16, 16, 4, 1), TileShape(64, 32, 4, 1), TileShape(32, 16, 4, 1), TileShape(16, 32, 4, 1), 32
+)
 
 
 def next_power_of_2(n: int) -> int:

@@ -104,6 +104,7 @@ def layout_spec(
         decode_few=tiles.decode_few,
         decode_many=tiles.decode_many,
         prefill=tiles.prefill,
+        prefill_unturned=tiles.prefill_unturned,
         num_programs=num_multiprocessors(q.device),
         prefill_min_tokens=max(2, tiles.prefill_min_rows // group),
         has_unmasked_prefill=has_unmasked_prefill(q, kv, rotary, options),

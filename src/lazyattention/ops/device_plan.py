@@ -161,7 +161,7 @@ class PackedLayout:
                 tables,
                 i == 0,
                 self.prefill_is_contiguous[i],
-                spec.prefill,
+                spec.prefill if i == 0 else spec.prefill_unturned,
             )
             for i in range(2)
             if self.offsets[f"prefill{i}.tasks"][1] or self.offsets[f"prefill{i}.apart"][1]

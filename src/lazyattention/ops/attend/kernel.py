@@ -10,8 +10,10 @@ import triton.language as tl
 from lazyattention.ops.rotate.kernel import (
     TURN_HALVES,
     TURN_NONE,
+    cos_sin,
     load_turned,
     load_turned_halves,
+    partners,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -57,13 +59,43 @@ def load_query(
 
 
 @triton.jit
+def key_turns(
+    n,  # [TILE_KV] 0, 1, ...
+    turns_ptr,
+    HEAD_DIM: tl.constexpr,
+    TURN: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY_START: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    TILE_HALF: tl.constexpr,
+    TILE_D: tl.constexpr,
+    KEYS_TURNED: tl.constexpr,
+):
+    """Cos and sin that turn a tile's unturned keys by their index in it, `[dims, TILE_KV]`; the same for every tile.
+
+    The query is turned back by the position of the tile's first key, so that no key needs a table look-up of its own.
+    """
+    if KEYS_TURNED or TURN == TURN_NONE:
+        return n, n
+    elif TURN == TURN_HALVES:
+        dims = tl.arange(0, TILE_HALF)[:, None]
+        cos, sin = cos_sin(turns_ptr, n[None, :], dims, dims < HALF, HALF)
+        return cos, sin
+    else:
+        dims = tl.arange(0, TILE_D)[:, None]
+        turns, pairs, partner_dims, sign = partners(dims, ROTARY_START, HALF, IS_INTERLEAVED)
+        cos, sin = cos_sin(turns_ptr, n[None, :], pairs, turns, HALF)
+        return cos, sin * sign
+
+
+@triton.jit
 def score_keys(
     q_first,
     q_second,
     key_ptrs,  # [TILE_KV] start of each key
     is_key,  # [TILE_KV]
-    stands,  # [TILE_KV] position of each key; used for unturned keys only
-    turns_ptr,
+    cos,  # from key_turns; used for unturned keys only
+    sin,
     HEAD_DIM: tl.constexpr,
     TURN: tl.constexpr,
     HALF: tl.constexpr,
@@ -77,25 +109,21 @@ def score_keys(
     if TURN == TURN_HALVES:
         dims = tl.arange(0, TILE_HALF)[:, None]
         loaded = is_key[None, :] & (dims < HALF)
-        k_first, k_second = load_turned_halves(
-            key_ptrs[None, :], dims, stands[None, :], loaded, turns_ptr, HALF, not KEYS_TURNED
-        )
+        k_first = tl.load(key_ptrs[None, :] + dims, mask=loaded, other=0.0)
+        k_second = tl.load(key_ptrs[None, :] + HALF + dims, mask=loaded, other=0.0)
+        if not KEYS_TURNED:
+            first, second = k_first.to(tl.float32), k_second.to(tl.float32)
+            k_first, k_second = first * cos - second * sin, second * cos + first * sin
         scores = tl.dot(q_first, k_first.to(q_first.dtype), input_precision="ieee")
         return tl.dot(q_second, k_second.to(q_first.dtype), scores, input_precision="ieee")
     else:
         dims = tl.arange(0, TILE_D)[:, None]
         loaded = is_key[None, :] & (dims < HEAD_DIM)
-        k = load_turned(
-            key_ptrs[None, :],
-            dims,
-            stands[None, :],
-            loaded,
-            turns_ptr,
-            HALF,
-            ROTARY_START,
-            IS_INTERLEAVED,
-            not KEYS_TURNED and TURN != TURN_NONE,
-        )
+        k = tl.load(key_ptrs[None, :] + dims, mask=loaded, other=0.0)
+        if not KEYS_TURNED and TURN != TURN_NONE:
+            turns, pairs, partner_dims, sign = partners(dims, ROTARY_START, HALF, IS_INTERLEAVED)
+            partner = tl.load(key_ptrs[None, :] + partner_dims, mask=loaded & turns, other=0.0)
+            k = k.to(tl.float32) * cos + partner.to(tl.float32) * sin
         return tl.dot(q_first, k.to(q_first.dtype), input_precision="ieee")
 
 

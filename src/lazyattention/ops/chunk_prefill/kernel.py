@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lazyattention.ops._tiles import next_power_of_2
 from lazyattention.ops._turn_tables import turn_tables
-from lazyattention.ops.attend.kernel import LOG2_E, fold_keys, load_query, score_keys, store_state
+from lazyattention.ops.attend.kernel import LOG2_E, fold_keys, key_turns, load_query, score_keys, store_state
 from lazyattention.ops.attend.options import AttendOptions
 from lazyattention.ops.device_plan import PrefillTasks
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
@@ -91,6 +91,9 @@ def _chunk_prefill_kernel(
     running_max = tl.full([TILE_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([TILE_M], tl.float32)
 
+    k_cos, k_sin = key_turns(
+        n, turns_ptr, HEAD_DIM, TURN, HALF, ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED
+    )
     for segment in tl.range(segment_start, segment_end, num_stages=1):
         first_tile = tl.maximum(tl.load(segments_ptr + segment), full_start)
         end_tile = tl.minimum(tl.load(segments_ptr + segment + 1), full_end)
@@ -107,9 +110,14 @@ def _chunk_prefill_kernel(
                 block = tl.load(blocks_ptr + tl.load(tile_ptr + 1) + key // BLOCK_SIZE)
                 slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
             slot = slot * NUM_KV_HEADS + head
+            if not KEYS_TURNED:
+                q_first, q_second = load_query(
+                    q_ptrs, is_row, -tl.load(tile_ptr + 3), turns_ptr, HEAD_DIM, TURN, HALF, ROTARY_START,
+                    IS_INTERLEAVED, TILE_HALF, TILE_D, True,
+                )  # fmt: skip
             scores = score_keys(
-                q_first, q_second, k_ptr + slot * HEAD_DIM, every_key, tl.load(tile_ptr + 3) + n, turns_ptr, HEAD_DIM,
-                TURN, HALF, ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
+                q_first, q_second, k_ptr + slot * HEAD_DIM, every_key, k_cos, k_sin, HEAD_DIM, TURN, HALF,
+                ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
             )  # fmt: skip
             v = tl.load(v_ptr + (slot * V_DIM)[:, None] + v_dims, mask=v_dims < V_DIM, other=0.0)
             acc, running_max, running_sum = fold_keys(
@@ -120,8 +128,8 @@ def _chunk_prefill_kernel(
     for index in tl.range(masked_start, masked_end, num_stages=1):
         tile_ptr = tiles_ptr + tl.load(masked_ptr + index) * 8
         q_first, q_second = load_query(
-            q_ptrs, is_row, -tl.load(tile_ptr + 5), turns_ptr, HEAD_DIM, TURN, HALF, ROTARY_START, IS_INTERLEAVED,
-            TILE_HALF, TILE_D, KEYS_TURNED,
+            q_ptrs, is_row, -tl.load(tile_ptr + (5 if KEYS_TURNED else 3)), turns_ptr, HEAD_DIM, TURN, HALF,
+            ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, True,
         )  # fmt: skip
         key = tl.load(tile_ptr + 2) + n
         stands = tl.load(tile_ptr + 3) + n
@@ -129,7 +137,7 @@ def _chunk_prefill_kernel(
         block = tl.load(blocks_ptr + tl.load(tile_ptr + 1) + key // BLOCK_SIZE, mask=is_key, other=0)
         slot = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + head
         scores = score_keys(
-            q_first, q_second, k_ptr + slot * HEAD_DIM, is_key, stands, turns_ptr, HEAD_DIM, TURN, HALF, ROTARY_START,
+            q_first, q_second, k_ptr + slot * HEAD_DIM, is_key, k_cos, k_sin, HEAD_DIM, TURN, HALF, ROTARY_START,
             IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
         )  # fmt: skip
         visible = is_key[None, :] & (stands[None, :] <= position[:, None])

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from lazyattention.ops._tiles import next_power_of_2
 from lazyattention.ops._turn_tables import turn_tables
-from lazyattention.ops.attend.kernel import fold_keys, load_query, score_keys, store_state
+from lazyattention.ops.attend.kernel import fold_keys, key_turns, load_query, score_keys, store_state
 from lazyattention.ops.attend.options import AttendOptions
 from lazyattention.ops.device_plan import DecodeTasks
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
@@ -91,8 +91,9 @@ def _shared_decode_kernel(
     # Index of the last key each row may see.
     last_key = tl.where(is_row, position - delta - first_position, -1)
     q_head = head * GROUP + m % GROUP
+    q_ptrs = q_ptr + token * stride_q_token + q_head * stride_q_head
     q_first, q_second = load_query(
-        q_ptr + token * stride_q_token + q_head * stride_q_head,
+        q_ptrs,
         is_row,
         -delta[:, None],
         turns_ptr,
@@ -131,14 +132,22 @@ def _shared_decode_kernel(
     acc = tl.zeros([TILE_M, TILE_V], tl.float32)
     running_max = tl.full([TILE_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([TILE_M], tl.float32)
+    k_cos, k_sin = key_turns(
+        n, turns_ptr, HEAD_DIM, TURN, HALF, ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED
+    )
     if HAS_FULL:
         for start in tl.range(key_start, full_end, TILE_KV, num_stages=NUM_STAGES):
             key = start + n
+            if not KEYS_TURNED:
+                q_first, q_second = load_query(
+                    q_ptrs, is_row, -(read_delta + start), turns_ptr, HEAD_DIM, TURN, HALF, ROTARY_START, IS_INTERLEAVED,
+                    TILE_HALF, TILE_D, True,
+                )  # fmt: skip
             slot = _slots(blocks_ptr, table_start, key, every_key, first_key, first_slot, BLOCK_SIZE)
             slot = slot * NUM_KV_HEADS + head
             scores = score_keys(
-                q_first, q_second, k_ptr + slot * HEAD_DIM, every_key, read_delta + key, turns_ptr, HEAD_DIM, TURN, HALF,
-                ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
+                q_first, q_second, k_ptr + slot * HEAD_DIM, every_key, k_cos, k_sin, HEAD_DIM, TURN, HALF, ROTARY_START,
+                IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
             )  # fmt: skip
             v = tl.load(v_ptr + (slot * V_DIM)[:, None] + v_dims, mask=v_dims < V_DIM, other=0.0)
             acc, running_max, running_sum = fold_keys(
@@ -148,11 +157,16 @@ def _shared_decode_kernel(
     for start in tl.range(full_end, key_end, TILE_KV, num_stages=1 if HAS_FULL else NUM_STAGES):
         key = start + n
         is_key = key < key_end
+        if not KEYS_TURNED:
+            q_first, q_second = load_query(
+                q_ptrs, is_row, -(read_delta + start), turns_ptr, HEAD_DIM, TURN, HALF, ROTARY_START, IS_INTERLEAVED,
+                TILE_HALF, TILE_D, True,
+            )  # fmt: skip
         slot = _slots(blocks_ptr, table_start, key, is_key, first_key, first_slot, BLOCK_SIZE)
         slot = slot * NUM_KV_HEADS + head
         scores = score_keys(
-            q_first, q_second, k_ptr + slot * HEAD_DIM, is_key, read_delta + key, turns_ptr, HEAD_DIM, TURN, HALF,
-            ROTARY_START, IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
+            q_first, q_second, k_ptr + slot * HEAD_DIM, is_key, k_cos, k_sin, HEAD_DIM, TURN, HALF, ROTARY_START,
+            IS_INTERLEAVED, TILE_HALF, TILE_D, KEYS_TURNED,
         )  # fmt: skip
         visible = is_key[None, :] & (key[None, :] <= last_key[:, None])
         if HAS_WINDOW:

@@ -51,9 +51,7 @@ def _copy_tiles(
         mbarrier.wait(k_empty.index(stage), turn ^ 1)
         mbarrier.expect(k_full.index(stage), 2 * k_desc.block_type.nbytes)
         _async_load(k_desc, [slot, head * HEAD_DIM], k_full.index(stage), k_first.index(stage))
-        _async_load(
-            k_desc, [slot, head * HEAD_DIM + HALF], k_full.index(stage), k_second.index(stage)
-        )
+        _async_load(k_desc, [slot, head * HEAD_DIM + HALF], k_full.index(stage), k_second.index(stage))
         mbarrier.wait(v_empty.index(stage), turn ^ 1)
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
         _async_load(v_desc, [slot, head * V_DIM], v_full.index(stage), v.index(stage))
