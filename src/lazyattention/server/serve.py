@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Between the last stream's error event and closing its connection by force.
 _CLOSE_S = 5
+_KEEP_ALIVE_S = 75
 
 
 def make_server(
@@ -54,6 +55,8 @@ def make_server(
         log_config=None,
         access_log=False,
         server_header=False,
+        # Longer than clients keep idle connections: one that closes them first cannot lose a request to the race.
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(config.shutdown_grace_s) + _CLOSE_S,
         ssl_certfile=config.tls_cert_file,
         ssl_keyfile=config.tls_key_file,
