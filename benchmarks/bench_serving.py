@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving: one engine, one KV memory, every reuse method on the same requests, cold and warm apart.
+
+    python benchmarks/bench_serving.py --smoke
+    python benchmarks/bench_serving.py --shape llama-3.1-8b --device cuda --alpha 0,1,2.1 --budget 0.25,1
+
+A run is a workload, a memory budget (share of the workload's documents that fits) and a method. Its requests run twice: cold,
+from an empty store, and warm, with other questions over the same documents. Shapes have random weights: times are real,
+answers mean nothing. `--model` takes a real model. Sweeps (comma-separated options) run in every combination.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_models import SHAPES, random_model
+from workloads import Workload, at_rate, percentile, trace_workload, zipf_workload
+
+from lazyattention import EngineConfig, SamplingParams
+from lazyattention.engine.engine import Engine
+from lazyattention.engine.outputs import RequestOutput
+from lazyattention.reuse import REUSE_METHODS
+from lazyattention.utils.environment import describe_environment
+
+METHODS = ("rotate_query", "copy_rotate", "rotate_key", "prefix", "full_recompute")
+# Blocks for the running requests' own texts, besides the documents' budget.
+_WATCH_EVERY_STEPS = 16
+
+
+class Budget:
+    """Takes blocks out of an engine's pool, so that one engine can be measured with less memory."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Nothing is taken yet."""
+        self._engine = engine
+        self._taken: list[int] = []
+
+    def set(self, num_blocks: int) -> int:
+        """Leave this many blocks in an empty store; return how many there are."""
+        pool = self._engine.cache.pool
+        self._engine.cache.clear()
+        pool.release(self._taken)
+        self._taken = []
+        self._taken = pool.allocate(max(0, pool.num_blocks - num_blocks))
+        return pool.num_free
+
+    @property
+    def num_taken(self) -> int:
+        """Blocks taken now."""
+        return len(self._taken)
+
+
+def run_phase(
+    engine: Engine, workload: Workload, method: str, *, phase: int, concurrency: int, num_taken: int = 0
+) -> dict[str, Any]:
+    """Run all requests of a workload once and measure.
+
+    Args:
+        engine: Nothing runs in it.
+        workload: With arrival times (open loop) or without (closed loop).
+        method: Reuse method.
+        phase: Which questions.
+        concurrency: Requests under way at the same time in a closed loop.
+        num_taken: Blocks that are not part of the budget.
+    """
+    prompts = list(zip(workload.layouts(engine.loaded.vocab_size, phase=phase), workload.requests, strict=True))
+    pending = iter(enumerate(prompts))
+    following = next(pending, None)
+    token_times: dict[str, list[float]] = {}
+    finished: list[RequestOutput] = []
+    num_used_blocks, copies = 0, []
+    start_s = time.monotonic()
+    steps = itertools.count()
+    while following is not None or engine.has_work:
+        while following is not None:
+            index, (layout, request) = following
+            due_s = request.arrival_s
+            if due_s is None and len(engine.live_request_ids) >= concurrency:
+                break
+            if due_s is not None and start_s + due_s > time.monotonic():
+                break
+            params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
+            arrival_s = None if due_s is None else start_s + due_s
+            request_id = f"{method}-{phase}-{index}"
+            engine.add_request(request_id, layout, params, reuse_method=method, arrival_s=arrival_s)
+            token_times[request_id] = []
+            following = next(pending, None)
+        if not engine.has_work:
+            assert following is not None
+            time.sleep(max(0.0, start_s + (following[1][1].arrival_s or 0.0) - time.monotonic()))
+            continue
+        outputs = engine.step()
+        now = time.monotonic()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            token_times[output.request_id] += [now] * len(output.outputs[0].delta_token_ids)
+            if output.finished:
+                finished.append(output)
+        pool = engine.cache.pool
+        num_used_blocks = max(num_used_blocks, pool.num_blocks - num_taken - pool.num_free)
+        if next(steps) % _WATCH_EVERY_STEPS == 0 and engine.scheduler.running:
+            copies.append(copies_of_documents(engine))
+    elapsed_s = time.monotonic() - start_s
+    return summarize(finished, token_times, elapsed_s) | {
+        "peak_used_blocks": num_used_blocks,
+        "peak_kv_bytes": num_used_blocks * engine.cache.block_size * engine.documents.bytes_per_token,
+        "copies_of_documents": max(copies, default=0.0),
+    }
+
+
+def copies_of_documents(engine: Engine) -> float:
+    """Return the KV blocks that hold running requests' documents, over the blocks these documents need once."""
+    held: set[int] = set()
+    needed: dict[tuple[int, ...], int] = {}
+    for sequence in engine.scheduler.running:
+        for span, source in zip(sequence.spans, sequence.group.layout.spans, strict=True):
+            if source.is_document:
+                held.update(span.block_ids, () if span.chunk is None else span.chunk.block_ids)
+                needed[source.token_ids] = engine.cache.num_blocks_of(len(source.token_ids))
+    return len(held) / max(1, sum(needed.values()))
+
+
+def summarize(
+    finished: Sequence[RequestOutput], token_times: dict[str, list[float]], elapsed_s: float
+) -> dict[str, Any]:
+    """Turn outputs and token times into figures; times in milliseconds."""
+    ttfts = [(output.timings.ttft_s or 0.0) * 1e3 for output in finished]
+    gaps = [(b - a) * 1e3 for times in token_times.values() for a, b in itertools.pairwise(times)]
+    num_prompt = sum(output.num_prompt_tokens for output in finished)
+    num_output = sum(len(times) for times in token_times.values())
+    return {
+        "num_requests": len(finished),
+        "elapsed_s": elapsed_s,
+        "requests_per_s": len(finished) / elapsed_s,
+        "output_tokens_per_s": num_output / elapsed_s,
+        "prompt_tokens_per_s": num_prompt / elapsed_s,
+        "ttft_p50_ms": percentile(ttfts, 0.5),
+        "ttft_p95_ms": percentile(ttfts, 0.95),
+        "itl_p50_ms": percentile(gaps, 0.5),
+        "itl_p95_ms": percentile(gaps, 0.95),
+        "hit_rate": sum(output.num_reused_tokens for output in finished) / max(1, num_prompt),
+    }
+
+
+def bench_workload(
+    engine: Engine, workload: Workload, methods: Sequence[str], *, budget: float | None, concurrency: int
+) -> dict[str, Any]:
+    """Run every method cold and warm on one workload at one memory budget.
+
+    Args:
+        engine: Idle.
+        workload: What to run.
+        methods: In the order they run.
+        budget: Share of the documents' working set that fits besides the running requests' own texts; None = all memory.
+        concurrency: Of a closed loop.
+    """
+    cache = engine.cache
+    budgets = Budget(engine)
+    num_blocks = cache.pool.num_blocks
+    if budget is not None:
+        own = max(r.question_len + r.output_len for r in workload.requests) + workload.preamble_len
+        longest = max(sum(workload.document_lens[i] for i in r.documents) for r in workload.requests)
+        # One request must fit with a private copy of its documents, or copy_rotate cannot run at all.
+        floor = 2 * longest + concurrency * (own + 2 * cache.block_size)
+        wanted = int(budget * workload.working_set_tokens) + concurrency * (own + 2 * cache.block_size)
+        num_blocks = min(num_blocks, cache.num_blocks_of(max(wanted, floor)))
+    results: dict[str, Any] = {"working_set_tokens": workload.working_set_tokens, "methods": {}}
+    for method in methods:
+        results["num_blocks"] = budgets.set(num_blocks)
+        results["methods"][method] = {
+            name: run_phase(engine, workload, method, phase=phase, concurrency=concurrency, num_taken=budgets.num_taken)
+            for phase, name in enumerate(("cold", "warm"))
+        }
+        results["methods"][method]["num_preemptions"] = engine.scheduler.num_preemptions
+    budgets.set(cache.pool.num_blocks)
+    return results
+
+
+def sweep(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Workload]]:
+    """Yield the settings and the workload of every combination asked for."""
+    if arguments.trace is not None:
+        workload = trace_workload(arguments.trace, num_requests=arguments.requests, seed=arguments.seed)
+        for budget in arguments.budget:
+            yield {"trace": arguments.trace.name, "budget": budget}, at_rate(workload, arguments.rate)
+        return
+    combinations = itertools.product(arguments.alpha, arguments.documents_per_request, arguments.document_len)
+    for alpha, per_request, document_len in combinations:
+        workload = zipf_workload(
+            num_documents=max(arguments.documents, per_request),
+            documents_per_request=per_request,
+            num_requests=arguments.requests,
+            alpha=alpha,
+            document_len=document_len,
+            question_len=arguments.question_len,
+            output_len=arguments.output_len,
+            popular_first=arguments.popular_first,
+            seed=arguments.seed,
+        )
+        for budget in arguments.budget:
+            settings = {
+                "alpha": alpha,
+                "documents_per_request": per_request,
+                "document_len": document_len,
+                "budget": budget,
+            }
+            yield settings, at_rate(workload, arguments.rate, seed=arguments.seed)
+
+
+def make_engine(arguments: argparse.Namespace) -> Engine:
+    """Build or load the model and reserve the KV memory."""
+    options: dict[str, Any] = {
+        "max_num_seqs": max(arguments.concurrency, 64),
+        "max_num_batched_tokens": arguments.batched_tokens,
+    }
+    if arguments.kv_tokens:
+        options["num_blocks"] = -(-arguments.kv_tokens // 16)
+    config = EngineConfig.of(**options)
+    if arguments.model:
+        from lazyattention.models.loader import load_model
+
+        return Engine(load_model(arguments.model, device=arguments.device), config)
+    dtype = torch.bfloat16 if arguments.device.startswith("cuda") else torch.float32
+    return Engine(random_model(arguments.shape, device=arguments.device, dtype=dtype), config)
+
+
+def warm_up(engine: Engine, methods: Sequence[str], concurrency: int) -> None:
+    """Compile and load whatever the methods need, before anything is timed."""
+    workload = zipf_workload(
+        num_documents=8, documents_per_request=4, num_requests=concurrency, alpha=0.0, document_len="200-300",
+        question_len="20", output_len="4", seed=99,
+    )  # fmt: skip
+    for method in methods:
+        run_phase(engine, workload, method, phase=0, concurrency=concurrency)
+    engine.cache.clear()
+
+
+def print_table(settings: dict[str, Any], result: dict[str, Any]) -> None:
+    """Print one workload's methods, worst news included."""
+    print(f"\n{settings}; {result['num_blocks']} blocks")
+    head = ("method", "phase", "TTFT p50", "p95 ms", "ITL p50", "p95 ms", "req/s", "tok/s", "hits", "copies")
+    print("{:15} {:5} {:>9} {:>9} {:>8} {:>8} {:>7} {:>8} {:>6} {:>6}".format(*head))
+    for method, phases in result["methods"].items():
+        for phase in ("cold", "warm"):
+            r = phases[phase]
+            print(
+                f"{method:15} {phase:5} {r['ttft_p50_ms']:9.1f} {r['ttft_p95_ms']:9.1f} {r['itl_p50_ms']:8.2f}"
+                f" {r['itl_p95_ms']:8.2f} {r['requests_per_s']:7.2f} {r['output_tokens_per_s']:8.1f}"
+                f" {r['hit_rate']:6.1%} {r['copies_of_documents']:6.2f}"
+            )
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw warm requests per second and median TTFT of every run, one group of bars per workload."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    methods = list(runs[0]["methods"])
+    labels = ["\n".join(f"{key}={value}" for key, value in run["settings"].items()) for run in runs]
+    figure, axes = pyplot.subplots(2, 1, figsize=(max(6.0, 1.6 * len(runs)), 7), layout="constrained", squeeze=False)
+    for axis, (key, title) in zip(
+        axes[:, 0], (("requests_per_s", "requests/s, warm"), ("ttft_p50_ms", "median TTFT, warm (ms)")), strict=True
+    ):
+        for place, method in enumerate(methods):
+            values = [run["methods"][method]["warm"][key] for run in runs]
+            axis.bar(
+                [x + place / (len(methods) + 1) for x in range(len(runs))], values, 1 / (len(methods) + 1), label=method
+            )
+        axis.set_title(title)
+        axis.set_yscale("log")
+        axis.set_xticks([x + 0.4 for x in range(len(runs))], labels, fontsize=6)
+    axes[0, 0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def several(kind: type) -> Any:  # noqa: ANN401 - argparse's type argument
+        return lambda text: [kind(part) for part in text.split(",")]
+
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--shape", default="tiny", choices=SHAPES, help="a real shape with random weights")
+    model.add_argument("--model", help="folder, GGUF file or hub name of a real model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--methods", type=several(str), default=list(METHODS), help=", ".join(REUSE_METHODS))
+    parser.add_argument("--alpha", type=several(float), default=[1.0], help="0 = uniform popularity")
+    parser.add_argument("--documents", type=int, default=200, help="size of the collection")
+    parser.add_argument("--documents-per-request", type=several(int), default=[10])
+    parser.add_argument("--document-len", type=several(str), default=["512"], help="512, 128-1024 or 512~0.6")
+    parser.add_argument("--question-len", default="64")
+    parser.add_argument("--output-len", default="32")
+    parser.add_argument("--popular-first", action="store_true", help="order documents by popularity, not by chance")
+    parser.add_argument("--trace", type=Path, help="folder of the RAGPulse trace, in place of drawn documents")
+    parser.add_argument("--budget", type=several(float), default=[1.0], help="KV memory over the working set")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--concurrency", type=int, default=16, help="of the closed loop")
+    parser.add_argument("--rate", type=float, help="requests/s of an open loop with Poisson arrivals")
+    parser.add_argument("--kv-tokens", type=int, help="size of the KV pool; default: what the device has free")
+    parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serving.json"))
+    parser.add_argument("--smoke", action="store_true", help="a tiny model and few requests, to see that all works")
+    arguments = parser.parse_args(argv)
+    for method in arguments.methods:
+        REUSE_METHODS[method]  # an unknown one is named with its nearest match
+    if arguments.smoke:
+        arguments.shape, arguments.model, arguments.requests, arguments.concurrency = "tiny", None, 6, 3
+        arguments.documents, arguments.documents_per_request, arguments.document_len = 8, [3], ["24-40"]
+        arguments.question_len, arguments.output_len, arguments.kv_tokens = "8", "3", 4096
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the sweep, print tables, write JSON and a plot."""
+    arguments = parse(argv)
+    engine = make_engine(arguments)
+    warm_up(engine, arguments.methods, arguments.concurrency)
+    report: dict[str, Any] = {
+        "benchmark": "bench_serving",
+        "environment": describe_environment(),
+        "model": engine.loaded.name,
+        "random_weights": not arguments.model,
+        "dtype": str(engine.loaded.dtype),
+        "compiled": engine.model_runner.compiled is not None,
+        "cuda_graphs": engine.model_runner.graphs is not None,
+        "arguments": {key: str(value) for key, value in vars(arguments).items()},
+        "runs": [],
+    }
+    print(f"{engine.loaded.name} on {arguments.device}, {engine.loaded.dtype}")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for settings, workload in sweep(arguments):
+        result = bench_workload(
+            engine, workload, arguments.methods, budget=settings["budget"], concurrency=arguments.concurrency
+        )
+        report["runs"].append({"settings": settings, **result})
+        print_table(settings, result)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    plot(report["runs"], arguments.out.with_suffix(".png"))
+    print(f"\nwritten to {arguments.out} and {arguments.out.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()
