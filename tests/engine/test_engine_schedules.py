@@ -39,7 +39,7 @@ SHORTHANDS = (
     "p5 d6 t17",
 )
 DOCUMENTS = ("d6", "d4", "d13", "d1")
-SCOPES = ("a", "b")
+SCOPES = ("a", "a", "a", "b")
 
 
 class Clock:
@@ -86,9 +86,12 @@ class Schedules(RuleBasedStateMachine):
         scope=st.sampled_from(SCOPES),
     )
     def arrive(self, shorthand, method, max_tokens, n, scope):
-        request_id, layout = f"r{self.number}", prompt(shorthand)
-        self.number += 1
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
+        self.admit(prompt(shorthand), method, params, scope)
+
+    def admit(self, layout, method, params, scope):
+        request_id = f"r{self.number}"
+        self.number += 1
         before = self.engine.cache.pool.num_free
         try:
             self.engine.add_request(request_id, layout, params, scope=scope, reuse_method=method)
@@ -96,6 +99,12 @@ class Schedules(RuleBasedStateMachine):
             assert self.engine.cache.pool.num_free == before
         else:
             self.live[request_id] = (layout, method, params)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), max_tokens=st.integers(1, 20), scope=st.sampled_from(SCOPES))
+    def arrive_with_a_live_ones_prompt(self, data, max_tokens, scope):
+        layout, method, _ = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        self.admit(layout, method, SamplingParams(temperature=0.0, max_tokens=max_tokens), scope)
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps):
@@ -112,9 +121,12 @@ class Schedules(RuleBasedStateMachine):
         self.excused.add(request_id)
 
     @precondition(lambda self: self.engine.scheduler.running)
-    @rule(data=st.data())
-    def preempt(self, data):
+    @rule(data=st.data(), then_evict_chunks=st.booleans())
+    def preempt(self, data, then_evict_chunks):
         self.engine.scheduler._preempt(data.draw(st.sampled_from(self.engine.scheduler.running)))
+        for chunk in [chunk for chunk in self.engine.cache.chunks if chunk in self.engine.cache._evictable]:
+            if then_evict_chunks:  # text behind a chunk may well outlive it
+                self.engine.cache._forget_chunk(chunk, "evicted")
 
     @rule(how_many=st.sampled_from([1, 2, 1000]))
     def evict(self, how_many):
@@ -213,15 +225,18 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def promised_room_exists(self):
-        """`can_allocate` never promises more than evicting everything unused would give."""
+        """`can_allocate` promises exactly what evicting everything unused would give."""
         if not hasattr(self, "engine"):
             return
         cache = self.engine.cache
-        promised = max(n for n in range(cache.pool.num_blocks + 1) if cache.can_allocate(n))
-        held = {
-            block for sequence in self.engine.scheduler.running for span in sequence.spans for block in span.block_ids
-        }
-        assert promised <= cache.pool.num_blocks - len(held)
+
+        def can_go(node):
+            return cache.pool.ref_count(node.block_id) == 1 and all(can_go(child) for child in node.children)
+
+        room = cache.pool.num_free + sum(can_go(node) for node in cache.texts)
+        room += sum(len(chunk.block_ids) for chunk in cache.chunks if not chunk.num_users and not chunk.is_pinned)
+        assert cache.can_allocate(room)
+        assert not cache.can_allocate(room + 1)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -251,7 +266,7 @@ def _run(max_examples, stateful_step_count):
 
 
 def test_any_schedule():
-    _run(40, 40)
+    _run(60, 40)
 
 
 @pytest.mark.slow
