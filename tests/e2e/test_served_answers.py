@@ -3,6 +3,7 @@
 
 import asyncio
 import random
+import statistics
 import time
 
 import httpx
@@ -118,6 +119,36 @@ async def test_deleting_while_a_request_reads_says_who_holds_it(server):
         assert rest[-1] == "data: [DONE]"  # the request goes on undisturbed
 
 
+async def test_shared_documents_are_computed_once_for_all_who_read_them(loaded):
+    with running_engine(loaded) as engine, live_server(engine, scopes=two_scopes()) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            upload = {"documents": [{"text": DOCUMENTS[0], "id": "handbook"}], "warm": False}
+            await client.post("/v1/documents", json=upload, headers=bearer("key-shared"))
+
+            async def ask(key, *documents):
+                body = {"model": "tiny", "max_tokens": 6, "temperature": 0, "include_document_report": True}
+                body |= {"messages": [{"role": "user", "content": "why?"}], "documents": list(documents)}
+                answer = (await client.post("/v1/chat/completions", json=body, headers=bearer(key))).json()
+                statuses = [document["status"] for document in answer["documents"]]
+                return answer["choices"][0]["message"]["content"], statuses
+
+            shared, private = {"id": "handbook"}, {"text": DOCUMENTS[1], "id": "mine"}
+            first, cold = await ask("key-a", shared, private)
+            second, warm = await ask("key-b", shared, private)
+            assert (cold, warm) == (["miss", "miss"], ["hit", "miss"])
+            assert first == second
+            # A text of one's own under the shared id stays private.
+            assert (await ask("key-b", {"text": DOCUMENTS[0], "id": "handbook"}))[1] == ["miss"]
+            assert (await ask("key-a", {"text": DOCUMENTS[0], "id": "handbook"}))[1] == ["miss"]
+            # Use by others is not shown; deleting frees it for everybody.
+            (entry,) = (await client.get("/v1/documents", headers=bearer("key-b"))).json()["data"]
+            assert (entry["is_stored"], entry["num_hits"], entry["num_uses"]) == (True, None, None)
+            deleted = (await client.delete("/v1/documents/handbook", headers=bearer("key-shared"))).json()
+            assert deleted["num_freed_bytes"] > 0
+            await client.post("/v1/documents", json=upload, headers=bearer("key-shared"))
+            assert (await ask("key-a", shared))[1] == ["miss"]
+
+
 def _metric(text, name):
     lines = [line for line in text.splitlines() if line.startswith(f"lazyattention_{name} ")]
     return float(lines[0].split()[1])
@@ -145,8 +176,8 @@ async def test_another_tenants_documents_cost_the_same_time_as_new_ones(loaded):
     # Two-sided sign test: of 24 fair coins, fewer than 5 or more than 19 show heads with probability 0.2 %.
     assert 5 <= faster <= 19, f"{faster} of {rounds} were faster"
     # The same measurement does see a hit when there is one.
-    own_gain = sum(hit < new for hit, (_, new) in zip(hits, pairs, strict=True))
-    assert own_gain > 19, f"own hits were faster in {own_gain} of {rounds}"
+    own, new = statistics.median(hits), statistics.median(new for _, new in pairs)
+    assert own < 0.8 * new, f"own hits took {own:.4f} s, new texts {new:.4f} s"
 
 
 async def _time_of(client, text, key):

@@ -101,14 +101,19 @@ class Admission:
         group = sequence.group
         spans: list[SpanState] = []
         start = 0
-        preamble_key: ChunkKey | None = None
+        preamble_keys: dict[str, ChunkKey] | None = None  # by scope: a shared document's readers can meet
         for index, (span, use) in enumerate(zip(group.layout.spans, plan.uses, strict=True)):
             # An empty document has no KV: it is a text span without tokens.
             state = SpanState(use if span.token_ids else SpanUse.TEXT, list(span.token_ids), start)
             if state.use in (SpanUse.SHARED, SpanUse.COPIED):
-                state.chunk_key = self._identity.chunk_key(state.token_ids, group.method, preamble_key, group.scope)
+                scope = span.scope or group.scope
+                preamble_key = None if preamble_keys is None else preamble_keys[scope]
+                state.chunk_key = self._identity.chunk_key(state.token_ids, group.method, preamble_key, scope)
                 if index == plan.preamble_index:
-                    preamble_key = state.chunk_key
+                    scopes = {group.scope} | {later.scope for later in group.layout.spans if later.scope}
+                    preamble_keys = {
+                        name: self._identity.chunk_key(state.token_ids, group.method, None, name) for name in scopes
+                    }
             spans.append(state)
             start += len(span.token_ids)
         spans[-1].token_ids += sequence.output_token_ids
@@ -117,12 +122,12 @@ class Admission:
     def _find_chunks(self, group: RequestGroup, spans: list[SpanState]) -> list[str]:
         """Hold every stored chunk; return per span "reused", "in flight", or why it was missed ("" for other spans)."""
         found = []
-        for span in spans:
+        for span, source in zip(spans, group.layout.spans, strict=True):
             reason = ""
             if span.chunk_key is not None:
                 span.chunk = self._cache.find_chunk(span.chunk_key, span.token_ids)
                 if span.chunk is None:
-                    reason = self._cache.chunks.miss_reason(span.chunk_key, group.scope, span.token_ids)
+                    reason = self._cache.chunks.miss_reason(span.chunk_key, source.scope or group.scope, span.token_ids)
                 else:
                     reason = "reused" if span.chunk.is_ready else "in flight"
                     self._cache.hold_chunk(span.chunk)
@@ -152,7 +157,7 @@ class Admission:
                     span.chunk = self._cache.insert_chunk(
                         span.chunk_key,
                         span.token_ids,
-                        scope=group.scope,
+                        scope=source.scope or group.scope,
                         base=base,
                         preamble=preamble,
                         keys_turned=group.method.keys_turned,

@@ -92,8 +92,10 @@ class TextChain:
 
     def _own_tags(self) -> frozenset[bytes]:
         """A document computed as text is tagged, so that deleting it finds this block and what follows."""
-        document_id = self._layout.spans[self._span_index].document_id
-        return frozenset() if document_id is None else frozenset([document_tag(self._scope, document_id)])
+        source = self._layout.spans[self._span_index]
+        if source.document_id is None:
+            return frozenset()
+        return frozenset([document_tag(source.scope or self._scope, source.document_id)])
 
     def _step(self, key: bytes, node: PrefixNode, num_tokens: int) -> None:
         self._key, self._parent, self._tags = key, node, frozenset()

@@ -16,6 +16,7 @@ class Span:
         chunk_index: Which piece of the document this is, from 0.
         is_preamble: True for the prompt's first text, when it is what chunks may be encoded after (instructions that
             many prompts share, never a conversation's history).
+        scope: Whose document this is, if not the request's own tenant's: its KV is shared by all who may read it.
     """
 
     token_ids: tuple[int, ...]
@@ -23,6 +24,7 @@ class Span:
     title: str | None = None
     chunk_index: int = 0
     is_preamble: bool = False
+    scope: str | None = None
 
     @property
     def is_document(self) -> bool:

@@ -38,6 +38,7 @@ async def prepare_chat(body: ChatBody, request: Request, context: ServerContext)
     if is_forced and isinstance(body.response_format, JsonObjectFormat | JsonSchemaFormat):
         raise RequestError("'response_format' and a forced 'tool_choice' exclude each other; leave one out")
     layout = await context.chat_layout(messages, documents, offered or None, tenant_of(request))
+    layout = resolver.with_scopes(layout)
     processor = await context.in_worker(lambda: _grammar(body, context))
     is_single_call = bool(offered) and not is_forced and body.parallel_tool_calls is False
     params = to_sampling_params(

@@ -214,7 +214,7 @@ def list_documents(
             "?" if entry["num_tokens"] is None else str(entry["num_tokens"]),
             "yes" if entry["is_stored"] else "no",
             f"{entry['num_bytes'] / 2**20:.1f}",
-            str(entry["num_hits"]),
+            "" if entry["num_hits"] is None else str(entry["num_hits"]),
             "yes" if entry["is_pinned"] else "",
         )
     out.print(table)

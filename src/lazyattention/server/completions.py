@@ -37,7 +37,7 @@ async def prepare_completions(body: CompletionBody, request: Request, context: S
     documents = [resolver.resolve(document) for document in body.documents or ()]
     jobs = []
     for number, prompt in enumerate(body.prompts):
-        layout = await context.text_layout(prompt, documents, tenant_of(request))
+        layout = resolver.with_scopes(await context.text_layout(prompt, documents, tenant_of(request)))
         params = to_sampling_params(
             body,
             num_prompt_tokens=layout.num_tokens,

@@ -187,6 +187,9 @@ class DocumentRoutes:
     def _describe(entry: StoredDocument, info: DocumentInfo | None, tenant: ScopeConfig) -> dict[str, Any]:
         document = entry.document
         now = time.time()
+        is_own = entry.scope == tenant.name
+        num_hits = info.num_hits if info is not None else 0
+        idle_s = None if entry.last_used_s is None else round(max(0.0, now - entry.last_used_s), 3)
         return {
             "id": document.document_id,
             "object": "document",
@@ -197,9 +200,10 @@ class DocumentRoutes:
             "num_tokens": info.num_tokens if info is not None and info.num_tokens else entry.num_tokens,
             "is_stored": info is not None and info.num_chunks > 0,
             "is_pinned": info is not None and info.is_pinned,
-            "is_read_only": entry.scope != tenant.name,
+            "is_read_only": not is_own,
             "num_bytes": info.num_bytes if info is not None else 0,
-            "num_hits": info.num_hits if info is not None else 0,
-            "num_uses": entry.num_uses,
-            "idle_s": None if entry.last_used_s is None else round(max(0.0, now - entry.last_used_s), 3),
+            # How others use a shared document is theirs to know.
+            "num_hits": num_hits if is_own else None,
+            "num_uses": entry.num_uses if is_own else None,
+            "idle_s": idle_s if is_own else None,
         }

@@ -3,12 +3,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lazyattention.documents.document import Document
 from lazyattention.engine.sampling_params import LogitsProcessor, SamplingParams
 from lazyattention.errors import RequestError
+from lazyattention.reuse import PromptLayout
 from lazyattention.server.config import ScopeConfig
 from lazyattention.server.library import DocumentLibrary, StoredDocument
 from lazyattention.server.protocol import (
@@ -33,12 +34,14 @@ class DocumentResolver:
         library: Uploaded documents.
         tenant: Whose request it is.
         used: Uploaded documents the request names.
+        own_ids: Ids of documents whose text the request brings.
         num_documents: All documents of the request so far.
     """
 
     library: DocumentLibrary
     tenant: ScopeConfig
     used: list[StoredDocument] = field(default_factory=list)
+    own_ids: set[str] = field(default_factory=set)
     num_documents: int = 0
 
     def resolve(self, body: "str | DocumentBody") -> Document:
@@ -48,14 +51,38 @@ class DocumentResolver:
             raise RequestError(
                 f"the request has more than {self.tenant.max_documents} documents, which is this scope's limit; send fewer"
             )
-        if isinstance(body, str):
-            return Document(body)
-        if body.text is not None:
-            return Document(body.text, id=body.id, title=body.title, metadata=body.metadata)
+        if isinstance(body, str) or body.text is not None:
+            own = Document(body) if isinstance(body, str) else _to_document(body)
+            self.own_ids.add(own.document_id)
+            return own
         assert body.id is not None  # the model has text or id
         stored = self.library.get(self.tenant, body.id)
         self.used.append(stored)
         return stored.document
+
+    def with_scopes(self, layout: PromptLayout) -> PromptLayout:
+        """Mark the spans of shared scopes' documents, so that their KV is shared by all who read them.
+
+        A document whose id the request also gives to a text of its own stays private.
+        """
+        scopes = {
+            stored.document.document_id: stored.scope
+            for stored in self.used
+            if stored.scope != self.tenant.name and stored.document.document_id not in self.own_ids
+        }
+        if not scopes:
+            return layout
+        return PromptLayout(
+            tuple(
+                replace(span, scope=scopes[span.document_id]) if span.document_id in scopes else span
+                for span in layout.spans
+            )
+        )
+
+
+def _to_document(body: DocumentBody) -> Document:
+    assert body.text is not None
+    return Document(body.text, id=body.id, title=body.title, metadata=body.metadata)
 
 
 def to_messages(messages: Sequence[Message], resolver: DocumentResolver) -> list[dict[str, Any]]:

@@ -194,7 +194,10 @@ class UploadReport(Answer):
 
 
 class DocumentInfo(Answer):
-    """An uploaded document and what is stored of it. `num_bytes`: its KV. `idle_s`: since a request named it."""
+    """An uploaded document and what is stored of it. `num_bytes`: its KV. `idle_s`: since a request named it.
+
+    Of a read-only document, which belongs to another scope, use is not told.
+    """
 
     id: str
     object: Literal["document"]
@@ -207,8 +210,8 @@ class DocumentInfo(Answer):
     is_pinned: bool
     is_read_only: bool
     num_bytes: int
-    num_hits: int
-    num_uses: int
+    num_hits: int | None
+    num_uses: int | None
     idle_s: float | None
 
 

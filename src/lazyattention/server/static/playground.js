@@ -169,7 +169,7 @@ function drawStore() {
       element("td", {}, entry.is_stored ? element("span", { class: "badge hit" }, "✓ stored") : element("span", { class: "badge" }, "not yet")),
       element("td", { class: "number" }, entry.num_tokens === null ? "–" : String(entry.num_tokens)),
       element("td", { class: "number" }, bytes(entry.num_bytes)),
-      element("td", { class: "number" }, String(entry.num_hits)),
+      element("td", { class: "number" }, entry.num_hits === null ? "–" : String(entry.num_hits)),
       element("td", {}, actions));
   }));
   if (focused) [...$("store").querySelectorAll("button")].find((button) => button.getAttribute("aria-label") === focused)?.focus();
