@@ -14,6 +14,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from lazyattention import __version__
+from lazyattention.adapt.cli import adapt_command
 from lazyattention.cli.ask import AskCommand, ask
 from lazyattention.cli.console import err, out
 from lazyattention.cli.options import with_engine_options
@@ -83,6 +84,7 @@ app.command("ask", cls=AskCommand)(with_engine_options(ask))
 app.command("serve")(with_engine_options(serve_command))
 app.add_typer(documents_app, name="documents")
 app.command("quality")(with_engine_options(quality_command))
+app.command("adapt")(adapt_command)
 
 
 @app.command()
