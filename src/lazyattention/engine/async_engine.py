@@ -11,6 +11,7 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from lazyattention.documents.document import Document
@@ -94,8 +95,8 @@ class AsyncEngine:
         outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
         def deliver(item: RequestOutput | BaseException) -> None:
-            # The loop may be gone already when a server shuts down.
-            if not loop.is_closed():
+            # The loop may be gone already, for example when a server shuts down.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(outputs.put_nowait, item)
 
         was_added = threading.Event()
@@ -148,6 +149,9 @@ class AsyncEngine:
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
+            if self._dead is not None:  # it came in too late
+                future.set_exception(EngineDeadError("the engine has stopped; start a new one"))
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
@@ -156,6 +160,8 @@ class AsyncEngine:
         if not self.is_running:
             raise EngineDeadError("the engine is not running; start a new one") from self._dead
         self._post(run)
+        if self._dead is not None:  # the engine may have emptied its inbox for the last time before this came in
+            self._empty_inbox()
         return await asyncio.wrap_future(future)
 
     # Documents -------------------------------------------------------------------------------------------------------
@@ -239,15 +245,19 @@ class AsyncEngine:
         reason = EngineDeadError(f"the engine stopped: {self._dead or 'it was shut down'}")
         if isinstance(self._dead, LazyAttentionError):
             reason.__cause__ = self._dead
-        for deliver in self._streams.values():
+        for deliver in list(self._streams.values()):
             deliver(reason)
         self._streams.clear()
         if self._dead is None:
             for request_id in self._engine.live_request_ids:
                 self._engine.abort(request_id)
         self._dead = self._dead or reason
+        self._empty_inbox()
+
+    def _empty_inbox(self) -> None:
+        """Tell calls that came in too late that the engine is gone."""
         try:
-            while True:  # calls that came in too late hear of it as well
+            while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             return
