@@ -89,7 +89,7 @@ class ChunkVisibility:
             cos, sin = self._table(rotary.inv_freq, key)
             # [batch, num_heads, num_extra, head_dim] -> rows of heads, which is what turns.
             rows = extra_key.transpose(1, 2).flatten(0, 1)
-            extra_key = turn(rows, cos, sin, rotary).unflatten(0, self.extra_sources.shape).transpose(1, 2)
+            extra_key = turn(rows, cos, sin, rotary).view(extra_key.transpose(1, 2).shape).transpose(1, 2)
         return torch.cat((key, extra_key), dim=2), torch.cat((value, _take(value, self.extra_sources)), dim=2)
 
     def _table(self, inv_freq: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,7 +62,7 @@ def read_examples(path: Path) -> list[QualityExample]:
     Raises:
         ConfigError: The file cannot be read, or a line is not such an object.
     """
-    return [_example(fields, f"{path}, line {number}", str(number)) for number, fields in read_lines(path)]
+    return [parse_example(fields, f"{path}, line {number}", str(number)) for number, fields in read_lines(path)]
 
 
 def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -91,7 +91,12 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def _example(fields: Mapping[str, Any], where: str, default_id: str) -> QualityExample:
+def parse_example(fields: Mapping[str, Any], where: str, default_id: str) -> QualityExample:
+    """Make an example of one line's fields; `where` names the line in errors.
+
+    Raises:
+        ConfigError: A field is missing, unknown or of another form.
+    """
     unknown = sorted(set(fields) - set(_FIELDS))
     if unknown:
         raise ConfigError(f"{where}: unknown field(s) {', '.join(unknown)}; allowed: {', '.join(_FIELDS)}")

@@ -78,7 +78,7 @@ def run_quality(engine: Engine, request: QualityRequest) -> dict[str, Any]:
             sets[name] = summarize(records)
             if request.against is not None:
                 sets[name]["against"] = summarize_against(records, read_records(request.against / name))
-    report = {
+    report: dict[str, Any] = {
         "model": engine.loaded.name,
         "weights_id": engine.loaded.weights_id,
         "dtype": str(engine.loaded.dtype),

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lazyattention adapt`: an adapter that makes a model answer over reused documents as it does with full attention.
+
+Heavy imports stand inside the command, so that `--help` answers at once.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lazyattention import envs
+from lazyattention.config import ENCODINGS
+from lazyattention.errors import ConfigError
+
+_out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+
+
+def adapt_command(
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data",
+            help="Files or folders of documents, which the model asks itself about; JSONL with question, documents and "
+            "(for --objective labels) answers; or nq-train:PATH, needle, two_hop. Repeatable.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the adapter; an interrupted run goes on.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Folder, GGUF file or hub name; default: a small model from a package."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    num_questions: Annotated[int, typer.Option(min=4, help="Prompts to learn from, per source, at most.")] = 1000,
+    num_documents: Annotated[
+        str, typer.Option(help="Documents per prompt: a number, or a range such as 2-10.")
+    ] = "5-10",
+    objective: Annotated[
+        str, typer.Option(help="distill = the model's own full-attention answers, no labels; labels = gold answers.")
+    ] = "distill",
+    encoding: Annotated[str, typer.Option(help=f"What a chunk sees when encoded: {' or '.join(ENCODINGS)}.")] = (
+        "after_preamble"
+    ),
+    system: Annotated[str | None, typer.Option(help='System message; "" = none.', show_default="short answers")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
+    rank: Annotated[int, typer.Option(min=1, help="Of the LoRA matrices.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 16,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per forward pass; less needs less memory.")] = (
+        16384
+    ),
+    full_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of prompts trained with full attention, to keep its quality.")
+    ] = 0.2,
+    max_steps: Annotated[int, typer.Option(min=1, help="Steps at most.")] = 300,
+    max_minutes: Annotated[float | None, typer.Option(help="Minutes of training at most.")] = None,
+    eval_steps: Annotated[int, typer.Option(min=1, help="Steps between held-out measurements (checkpoints).")] = 25,
+    patience: Annotated[int, typer.Option(min=1, help="Measurements without improvement until training stops.")] = 4,
+    held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for these measurements.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of questions, order and initial matrices.")] = 0,
+    max_chunk_len: Annotated[int, typer.Option(min=1, help="As for serving: longer documents are split.")] = 1024,
+) -> None:
+    """Train an adapter, without labels, that takes back what reuse costs in answers."""
+    from lazyattention.adapt.config import AdaptConfig
+    from lazyattention.adapt.objectives import OBJECTIVES
+    from lazyattention.adapt.workflow import AdaptRequest, run_adapt
+    from lazyattention.config import EngineConfig
+    from lazyattention.models.loader import load_model
+    from lazyattention.quality.measure import SHORT_ANSWERS
+
+    OBJECTIVES[objective]
+    config = AdaptConfig(
+        objective=objective,
+        encoding=encoding,
+        rank=rank,
+        alpha=2 * rank,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        micro_batch_tokens=micro_batch_tokens,
+        full_share=full_share,
+        max_steps=max_steps,
+        max_minutes=max_minutes,
+        eval_steps=eval_steps,
+        patience=patience,
+        held_out=held_out,
+        seed=seed,
+    )
+    request = AdaptRequest(
+        data=tuple(data),
+        output=output,
+        num_questions=num_questions,
+        num_documents=read_range(num_documents),
+        system=SHORT_ANSWERS if system is None else system,
+        max_tokens=max_tokens,
+        config=config,
+        progress=envs.PROGRESS,
+    )
+    loaded = load_model(model, dtype=dtype, device=device, progress=_err.is_terminal and envs.PROGRESS)
+    log = run_adapt(loaded, request, EngineConfig.of(None, max_chunk_len=max_chunk_len))
+    first = log.evaluations[0]
+    best = next(evaluation for evaluation in log.evaluations if evaluation["step"] == log.best_step)
+    _out.print(f"adapter: {output}")
+    _out.print(
+        f"held-out loss under the chunk mask {first['chunk']:.4f} -> {best['chunk']:.4f} (step {log.best_step} of "
+        f"{log.num_steps}, {log.num_prompts} prompts, {log.train_s:.0f} s; ended by {log.stopped})"
+    )
+    _out.print(f"the same with full attention {first['full']:.4f} -> {best['full']:.4f}")
+    if log.num_skipped:
+        _err.print(f"{log.num_skipped} steps were skipped: their gradients were not finite")
+    _out.print(f"measure it: lazyattention quality --adapter {output} --data ...")
+
+
+def read_range(text: str) -> tuple[int, int]:
+    """Read "7" or "2-10"."""
+    low, separator, high = text.partition("-")
+    try:
+        found = int(low), int(high) if separator else int(low)
+    except ValueError as error:
+        raise ConfigError(f"--num-documents {text!r} is neither a number nor a range such as 2-10") from error
+    if not 1 <= found[0] <= found[1]:
+        raise ConfigError(f"--num-documents {text!r} must be at least 1 and rise, such as 2-10")
+    return found

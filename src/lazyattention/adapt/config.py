@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of adapting: what is learnt, from what, for how long."""
+
+from dataclasses import dataclass, fields
+
+from lazyattention.config import check_encoding
+from lazyattention.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptConfig:
+    """How the adapter is trained.
+
+    Attributes:
+        objective: "distill" (the model's own full-attention answers, no labels) or "labels" (gold answers).
+        encoding: What chunks see when encoded; the same as the engine's option, for which the adapter is made.
+        rank: Of the LoRA matrices.
+        alpha: LoRA's scale is alpha / rank.
+        learning_rate: At its highest, after warm-up; falls linearly.
+        batch_size: Prompts per optimizer step.
+        micro_batch_tokens: Padded tokens per forward pass at most; bounds memory. One prompt always goes.
+        question_weight: Weight of the question's tokens beside the answer's (distill only).
+        full_share: Share of prompts that are trained with full attention too, so that ordinary use stays as it is.
+        max_steps: Optimizer steps at most.
+        max_minutes: Training time at most; None = as long as the steps take.
+        warmup_steps: Steps until the learning rate is at its highest.
+        eval_steps: Steps between measurements on held-out prompts, each of which is also a checkpoint.
+        patience: Measurements without improvement after which training stops.
+        held_out: Prompts kept for these measurements.
+        gradient_checkpointing: Recompute activations; None = on CUDA devices.
+        seed: Of initial matrices and order.
+    """
+
+    objective: str = "distill"
+    encoding: str = "after_preamble"
+    rank: int = 32
+    alpha: int = 64
+    learning_rate: float = 2e-4
+    batch_size: int = 16
+    micro_batch_tokens: int = 16384
+    question_weight: float = 0.1
+    full_share: float = 0.2
+    max_steps: int = 300
+    max_minutes: float | None = None
+    warmup_steps: int = 8
+    eval_steps: int = 25
+    patience: int = 4
+    held_out: int = 64
+    gradient_checkpointing: bool | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_encoding(self.encoding)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            low = 0 if field.name in ("question_weight", "full_share", "seed", "warmup_steps") else 1e-12
+            if is_number and not value >= low:
+                raise ConfigError(f"{field.name} must be {'at least 0' if low == 0 else 'above 0'}, got {value!r}")
+        if self.full_share > 1:
+            raise ConfigError(f"full_share must be in [0, 1], got {self.full_share}")

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From documents to an adapter that `load_model(adapter=...)` loads: questions, answers, training, report."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazyattention.adapt.attention import TRAINING_ATTENTION_NAME
+from lazyattention.adapt.config import AdaptConfig
+from lazyattention.adapt.objectives import OBJECTIVES
+from lazyattention.adapt.rows import TrainingRow, make_batch
+from lazyattention.adapt.samples import Sample, answer_samples
+from lazyattention.adapt.trainer import STUDENT_METHOD, Trainer, TrainingLog, write_log
+from lazyattention.config import EngineConfig
+from lazyattention.documents.readers import read_documents
+from lazyattention.engine.engine import Engine
+from lazyattention.engine.scoring import score
+from lazyattention.errors import ConfigError, UnsupportedError
+from lazyattention.models.loaded_model import LoadedModel
+from lazyattention.quality.datasets import build_dataset, is_builtin
+from lazyattention.quality.examples import QualityExample, read_examples
+from lazyattention.quality.measure import SHORT_ANSWERS
+from lazyattention.quality.progress import progress_bar
+from lazyattention.quality.questions import passages_of, write_questions
+from lazyattention.utils.environment import describe_environment
+
+REPORT_NAME = "adapt.json"
+_SAMPLES_NAME = "samples.jsonl"
+# Mean KL between the engine's and the training attention's distributions that rounding explains.
+_TOLERATED_KL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+_NUM_CHECKED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptRequest:
+    """What to adapt to.
+
+    Attributes:
+        data: Built-in sets ("nq-train:PATH"), JSONL with questions and documents, or files and folders of documents.
+        output: Folder of the adapter and of all that is needed to go on.
+        num_questions: At most so many per source.
+        num_documents: Documents per question: the range (low, high) to draw from; built-in sets take turns within it.
+        system: System message; empty = none.
+        max_tokens: Longest answer.
+        config: How to train.
+        progress: Show bars on a terminal.
+    """
+
+    data: tuple[str, ...]
+    output: Path
+    num_questions: int = 1000
+    num_documents: tuple[int, int] = (5, 10)
+    system: str = SHORT_ANSWERS
+    max_tokens: int = 32
+    config: AdaptConfig = field(default_factory=AdaptConfig)
+    progress: bool = True
+
+
+def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineConfig | None = None) -> TrainingLog:
+    """Make samples with the engine, then train. `loaded` is changed: it cannot serve afterwards; load it again.
+
+    Returns:
+        The training log; the folder then holds `adapter_config.json`, `adapter_model.safetensors` and `adapt.json`.
+
+    Raises:
+        ConfigError: Data cannot be read or made, peft is missing, or the folder holds another run.
+        UnsupportedError: The model's training attention does not equal the engine's.
+    """
+    started_s = time.perf_counter()
+    if getattr(loaded.model, "quantization_method", None) is not None:
+        raise UnsupportedError(
+            "the model's weights are packed (quantised); adapt needs dense ones: load it dequantised"
+        )
+    objective = OBJECTIVES[request.config.objective]
+    request.output.mkdir(parents=True, exist_ok=True)
+    # Layers stay as they are: they are trained afterwards.
+    config = EngineConfig.of(
+        engine_config, encoding=request.config.encoding, compile=False, cuda_graphs=False, max_loss=None
+    )
+    engine = Engine(loaded, config)
+    path = request.output / _SAMPLES_NAME
+    examples = [] if path.exists() else _collect(engine, request)
+    with progress_bar("answering", len(examples), is_enabled=request.progress) as advance:
+        samples = answer_samples(
+            engine,
+            examples,
+            system=request.system,
+            max_tokens=request.max_tokens,
+            use_gold=objective.needs_answers,
+            path=path,
+            on_done=advance,
+        )
+    _check_attention(engine, loaded, samples[:_NUM_CHECKED], request.config)
+    engine.model_runner.kv_pool.layers.clear()
+    sampling_s = time.perf_counter() - started_s
+    log, model = _train(loaded, samples, request)
+    model.save_pretrained(str(request.output), save_embedding_layers=False)
+    write_log(
+        log,
+        request.output / REPORT_NAME,
+        config=asdict(request.config),
+        model=loaded.name,
+        base_weights_id=loaded.weights_id,
+        data=list(request.data),
+        num_samples=len(samples),
+        sampling_s=sampling_s,
+        environment=describe_environment(),
+    )
+    return log
+
+
+def _collect(engine: Engine, request: AdaptRequest) -> list[QualityExample]:
+    if not request.data:
+        raise ConfigError("no data was given; name a folder of documents, a JSONL file or a built-in set")
+    low, high = request.num_documents
+    if not 1 <= low <= high:
+        raise ConfigError(f"num_documents must be a range of at least 1, got {low} to {high}")
+    found: list[QualityExample] = []
+    for source in request.data:
+        if is_builtin(source):
+            found += _from_builtin(source, request)
+            continue
+        path = Path(source).expanduser()
+        if path.suffix == ".jsonl" and path.exists():
+            found += read_examples(path)[: request.num_questions]
+            continue
+        documents = read_documents((path,)).documents
+        with progress_bar("writing questions", request.num_questions, is_enabled=request.progress) as advance:
+            found += write_questions(
+                engine,
+                passages_of(documents, engine),
+                num_questions=request.num_questions,
+                num_documents=request.num_documents,
+                seed=request.config.seed,
+                on_done=advance,
+            )
+    return found
+
+
+def _from_builtin(source: str, request: AdaptRequest) -> list[QualityExample]:
+    """Take each question once, with each number of documents of the range in turn."""
+    low, high = request.num_documents
+    counts = list(range(low, high + 1))
+    sets = [
+        build_dataset(source, num_documents=n, num_questions=request.num_questions, seed=request.config.seed)
+        for n in counts
+    ]
+    return [sets[index % len(sets)][index] for index in range(len(sets[0]))]
+
+
+def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Sample], config: AdaptConfig) -> None:
+    """Refuse a model that would be trained under other attention than it is served with."""
+    served = score(
+        engine,
+        [sample.layout for sample in samples],
+        [sample.answer for sample in samples],
+        reuse_method=STUDENT_METHOD,
+        encoding=config.encoding,
+    )
+    loaded.model.set_attn_implementation(TRAINING_ATTENTION_NAME)
+    total = 0.0
+    for sample, want in zip(samples, served, strict=True):
+        row = TrainingRow(sample.layout, sample.answer, STUDENT_METHOD, config.encoding)
+        batch = make_batch([row], loaded.rotaries, device=loaded.device)
+        with torch.no_grad():
+            output: Any = loaded.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.visibility.positions,
+                use_cache=False,
+                chunk_visibility=batch.visibility,
+                logits_to_keep=batch.num_kept,
+            )
+        got = output.logits[0][batch.answer_mask[0]].float().log_softmax(dim=-1)
+        total += float((want.logprobs.exp() * (want.logprobs - got)).sum(dim=1).mean())
+    mean = total / len(samples)
+    if not mean <= _TOLERATED_KL[loaded.dtype]:
+        raise UnsupportedError(
+            f"the attention this model would be trained with differs from the one it is served with (KL {mean:.2g}, "
+            f"tolerated {_TOLERATED_KL[loaded.dtype]:g} in {loaded.dtype}); it cannot be adapted"
+        )
+
+
+def _train(loaded: LoadedModel, samples: Sequence[Sample], request: AdaptRequest) -> tuple[TrainingLog, Any]:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError("adapting needs the package peft; run: pip install 'lazyattention[quality]'") from error
+    config = request.config
+    torch.manual_seed(config.seed)
+    lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: Any = get_peft_model(loaded.model, lora)
+    for param in model.parameters():
+        if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+            param.data = param.data.float()
+    checkpointing = (
+        loaded.device.type == "cuda" if config.gradient_checkpointing is None else config.gradient_checkpointing
+    )
+    if checkpointing:
+        _checkpoint_layers(loaded)
+    pad_token_id = loaded.tokenizer.pad_token_id or 0
+    trainer = Trainer(model, loaded.rotaries, samples, config, request.output, pad_token_id=pad_token_id)
+    with progress_bar("training", config.max_steps, is_enabled=request.progress) as advance:
+        advance(trainer.log.num_steps)
+
+        def show(log: TrainingLog) -> None:
+            last = log.evaluations[-1]
+            advance(1, f"loss {log.losses[-1]:.3f}, held-out {last['chunk']:.3f}, full attention {last['full']:.3f}")
+
+        log = trainer.train(show)
+    return log, model
+
+
+def _checkpoint_layers(loaded: LoadedModel) -> None:
+    """Recompute activations in the backward pass. Only layers learn that training is on: dropout stays off."""
+    model: Any = loaded.model
+    # The name up to transformers 5.2x, and the one that replaces it.
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True

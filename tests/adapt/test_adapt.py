@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapting: the student learns the teacher, runs stop and go on as they should, and the adapter serves in the engine."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fixtures.tiny_engine import make_engine, prompt
+from fixtures.tiny_models import save_tiny, tiny_model
+from fixtures.tiny_tokenizer import tiny_tokenizer
+from lazyattention.adapt import workflow
+from lazyattention.adapt.cli import read_range
+from lazyattention.adapt.config import AdaptConfig
+from lazyattention.adapt.objectives import OBJECTIVES, distill_loss, labels_loss
+from lazyattention.adapt.rows import TrainingRow, make_batch
+from lazyattention.adapt.samples import Sample
+from lazyattention.adapt.trainer import Trainer, cut_by_tokens, split_samples
+from lazyattention.adapt.workflow import AdaptRequest, run_adapt
+from lazyattention.cli import app
+from lazyattention.engine.engine import Engine
+from lazyattention.engine.scoring import generate, score
+from lazyattention.errors import ConfigError, LazyAttentionError, UnsupportedError
+from lazyattention.models.loaded_model import wrap_model
+from lazyattention.models.loader import load_model
+from lazyattention.quality.examples import read_examples
+
+SMALL = AdaptConfig(rank=8, alpha=16, learning_rate=3e-3, batch_size=4, max_steps=6, eval_steps=3, held_out=2)
+MODEL = {"num_hidden_layers": 2, "max_position_embeddings": 4096, "hidden_size": 32, "intermediate_size": 48}
+
+
+def load_tiny(**more):
+    return wrap_model(tiny_model(**MODEL, **more), tiny_tokenizer(), name="tiny")
+
+
+def request_of(folder, config=SMALL, **more):
+    data = folder.with_suffix(".jsonl")
+    data.write_text("".join(json.dumps(example) + "\n" for example in short_examples()))
+    options = {"data": (str(data),), "num_questions": 12, "max_tokens": 4, "progress": False}
+    return AdaptRequest(output=folder, config=config, system="Answer.", **{**options, **more})
+
+
+def short_examples():
+    """Questions over two or three short documents: 40 to 60 tokens."""
+    names = [first + second for first in "abcdef" for second in ("lo", "mi", "ra", "tu")]
+    for index, name in enumerate(names):
+        others = [names[(index + step) % len(names)] for step in range(1, 2 + index % 2)]
+        documents = [f"{other} is the keeper" for other in [*others, name]]
+        yield {"question": f"who is {name}?", "documents": documents, "answers": ["the keeper"]}
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A tiny model on disk and an adapter trained for it."""
+    folder = save_tiny(tmp_path_factory.mktemp("model"), tiny_model(**MODEL))
+    output = tmp_path_factory.mktemp("adapter")
+    config = replace(SMALL, max_steps=40, eval_steps=10, full_share=0.2, held_out=4)
+    log = run_adapt(load_model(str(folder), progress=False), request_of(output, config, num_questions=24))
+    return folder, output, log
+
+
+def test_the_student_comes_nearer_to_the_teacher(adapted):
+    _, output, log = adapted
+    first, best = log.evaluations[0], min(log.evaluations, key=lambda e: e["chunk"])
+    assert first["full"] == pytest.approx(0, abs=1e-6)  # a new adapter changes nothing
+    assert first["chunk"] > 1e-3
+    assert best["chunk"] < 0.8 * first["chunk"]
+    assert log.best_step == best["step"]
+    report = json.loads((output / "adapt.json").read_text())
+    assert report["num_steps"] == 40
+    assert report["stopped"] == "max_steps"
+    assert report["config"]["rank"] == 8
+
+
+def test_the_adapter_serves_and_is_nearer_in_the_engine_itself(adapted):
+    folder, output, log = adapted
+    plain = load_model(str(folder), progress=False)
+    with_adapter = load_model(str(folder), adapter=str(output), progress=False)
+    assert plain.weights_id != with_adapter.weights_id
+    stock, tuned = make_engine(plain, num_blocks=600), make_engine(with_adapter, num_blocks=600)
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    (output / "again.jsonl").write_text("".join(json.dumps(s["example"]) + "\n" for s in samples))
+    examples = read_examples(output / "again.jsonl")
+    layouts = [workflow_layout(stock, example) for example in examples]
+    # The teacher's answers were kept as full attention gives them.
+    full = generate(stock, layouts, max_tokens=4, reuse_method="full_recompute")
+    assert [list(one.token_ids) for one in full] == [sample["answer"] for sample in samples]
+
+    def distance(engine):
+        scored = score(engine, layouts, [one.token_ids for one in full])
+        parts = [
+            (f.logprobs.exp() * (f.logprobs - s.logprobs)).sum(1).mean() for f, s in zip(full, scored, strict=True)
+        ]
+        return float(sum(parts) / len(parts))
+
+    assert distance(tuned) < 0.8 * distance(stock)
+
+
+def workflow_layout(engine, example):
+    from lazyattention.quality.measure import layout_of
+
+    return layout_of(engine, example, "Answer.")
+
+
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path):
+    whole = run_adapt(load_tiny(), request_of(tmp_path / "whole"))
+
+    class Stop(Exception):
+        pass
+
+    save = Trainer._save
+
+    def save_and_stop(self):
+        save(self)
+        if self.log.num_steps == 3:
+            raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save", save_and_stop)
+        with pytest.raises(Stop):
+            run_adapt(load_tiny(), request_of(tmp_path / "stopped"))
+    resumed = run_adapt(load_tiny(), request_of(tmp_path / "stopped"))
+    assert resumed.num_steps == 6
+    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
+    for one, other in zip(resumed.evaluations, whole.evaluations, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    with pytest.raises(ConfigError, match="other options \\(rank\\)"):
+        run_adapt(load_tiny(), request_of(tmp_path / "stopped", replace(SMALL, rank=4)))
+    longer = run_adapt(load_tiny(), request_of(tmp_path / "stopped", replace(SMALL, max_steps=9)))
+    assert longer.num_steps == 9
+
+
+def trainer_of(tmp_path, config=SMALL, loaded=None, num_samples=8):
+    from peft import LoraConfig, get_peft_model
+
+    from lazyattention.adapt.attention import TRAINING_ATTENTION_NAME
+
+    loaded = loaded or load_tiny()
+    loaded.model.set_attn_implementation(TRAINING_ATTENTION_NAME)
+    torch.manual_seed(0)
+    model = get_peft_model(loaded.model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    samples = [Sample(prompt(f"p7 d{9 + n} d12 t{4 + n}"), (5, 6 + n)) for n in range(num_samples)]
+    return Trainer(model, loaded.rotaries, samples, config, tmp_path)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+    losses = Trainer._losses
+    calls = []
+
+    def sometimes_nan(self, rows, **more):
+        calls.append(more["question_weight"])
+        found = losses(self, rows, **more)
+        is_training = more["question_weight"] > 0
+        return found * float("nan") if is_training and self.log.num_steps == 1 else found
+
+    monkeypatch.setattr(Trainer, "_losses", sometimes_nan)
+    log = trainer.train()
+    assert log.num_skipped == 1
+    assert log.num_steps == 6
+    assert math.isnan(log.losses[1])
+    assert all(bool(param.isfinite().all()) for param in trainer.params)
+    monkeypatch.setattr(Trainer, "_losses", lambda self, rows, **more: losses(self, rows, **more) * float("nan"))
+    with pytest.raises(LazyAttentionError, match="not finite"):
+        trainer_of(tmp_path / "absent", replace(SMALL, max_steps=50, eval_steps=50)).train()
+
+
+def test_training_stops_when_it_no_longer_helps_and_keeps_the_best(tmp_path, monkeypatch):
+    found = iter([3.0, 2.0, 1.0, 1.5, 1.2, 0.5])
+    monkeypatch.setattr(Trainer, "held_out_loss", lambda self, method: next(found) if method == "rotate_query" else 0.0)
+    trainer = trainer_of(tmp_path, replace(SMALL, max_steps=100, eval_steps=1, patience=2))
+    seen = {}
+    log = trainer.train(lambda log: seen.setdefault(log.num_steps, [p.detach().clone() for p in trainer.params]))
+    assert log.num_steps == 4
+    assert log.best_step == 2
+    assert "no improvement" in log.stopped
+    for param, best in zip(trainer.params, seen[2], strict=True):
+        assert torch.equal(param, best)
+    assert not torch.equal(trainer.params[1], seen[4][1])
+
+
+def test_time_ends_training(tmp_path):
+    log = trainer_of(tmp_path, replace(SMALL, max_steps=10_000, max_minutes=1e-4, eval_steps=1000)).train()
+    assert log.stopped == "max_minutes"
+    assert log.num_steps < 100
+
+
+def test_checkpointed_layers_give_the_same_gradients_and_recompute(tmp_path):
+    def gradients(is_checkpointed):
+        loaded = load_tiny()
+        trainer = trainer_of(tmp_path / "absent", loaded=loaded)
+        if is_checkpointed:
+            workflow._checkpoint_layers(loaded)
+        layer = loaded.model.model.layers[0]
+        calls = []
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+        loss = trainer._losses(trainer._rows_of_step(0), question_weight=0.1).sum()
+        num_forward = len(calls)
+        loss.backward()
+        return [param.grad for param in trainer.params], len(calls) - num_forward
+
+    plain, num_plain = gradients(is_checkpointed=False)
+    again, num_again = gradients(is_checkpointed=True)
+    assert (num_plain, num_again) == (0, 1)
+    for one, other in zip(plain, again, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_every_prompt_is_seen_once_an_epoch_and_some_with_full_attention(tmp_path):
+    trainer = trainer_of(tmp_path, replace(SMALL, batch_size=2, full_share=0.5, held_out=2), num_samples=42)
+    rows = [row for step in range(20) for row in trainer._rows_of_step(step)]
+    assert len({tuple(row.layout.token_ids) for row in rows}) == 40
+    num_full = sum(row.reuse_method == "full_recompute" for row in rows)
+    assert 8 < num_full < 32
+    held = {tuple(sample.layout.token_ids) for sample in trainer.held_out}
+    assert not held & {tuple(row.layout.token_ids) for row in rows}
+    assert trainer._rows_of_step(3) == trainer._rows_of_step(3)
+    assert {r.layout for s in range(20, 40) for r in trainer._rows_of_step(s)} == {r.layout for r in rows}
+
+
+def test_a_prompt_given_twice_is_not_trained_on_when_held_out():
+    samples = [Sample(prompt(f"p7 d9 t{4 + n % 3}"), (5,)) for n in range(12)]
+    training, held_out = split_samples(samples, replace(SMALL, held_out=1))
+    assert len(held_out) == 1
+    assert len(training) == 8
+    with pytest.raises(ConfigError, match="at least 4"):
+        split_samples(samples[:3], SMALL)
+
+
+def test_forward_passes_stay_within_their_tokens():
+    rows = [TrainingRow(prompt(f"t{n}"), (1,), "rotate_query", "isolated") for n in (3, 4, 9, 30, 31, 2)]
+    parts = cut_by_tokens(rows, 20)
+    assert [row for part in parts for row in part] == rows
+    assert [len(part) for part in parts] == [2, 1, 1, 1, 1]
+
+
+def test_the_objectives_are_what_they_say():
+    rows = [
+        TrainingRow(prompt("p3 d9 t5"), (7, 8), "rotate_query", "isolated"),
+        TrainingRow(prompt("t4"), (9,), "rotate_query", "isolated"),
+    ]
+    batch = make_batch(rows, [])
+    torch.manual_seed(1)
+    student, teacher = torch.randn(2, 2, batch.num_kept, 384).unbind(0)
+    answer = []
+    for row in range(2):
+        p, q = teacher[row][batch.answer_mask[row]].softmax(-1), student[row][batch.answer_mask[row]].softmax(-1)
+        answer.append((p * (p / q).log()).sum(-1).mean())
+    torch.testing.assert_close(distill_loss(student, teacher, batch, 0.0), torch.stack(answer))
+    more = distill_loss(student, teacher, batch, 0.1)
+    assert bool((more > torch.stack(answer)).all())
+    assert float(distill_loss(teacher, teacher, batch, 0.1).abs().max()) < 1e-6
+    nll = [
+        -student[r][batch.answer_mask[r]].log_softmax(-1)[range(len(a)), a].mean() for r, a in ((0, [7, 8]), (1, [9]))
+    ]
+    torch.testing.assert_close(labels_loss(student, None, batch, 0.1), torch.stack(nll))
+    with pytest.raises(ConfigError, match="did you mean 'labels'"):
+        OBJECTIVES["label"]
+
+
+def test_gold_answers_can_be_learnt(tmp_path):
+    config = replace(SMALL, objective="labels", max_steps=30, eval_steps=10, full_share=0.0)
+    log = run_adapt(load_tiny(), request_of(tmp_path, config))
+    assert min(e["chunk"] for e in log.evaluations) < log.evaluations[0]["chunk"] - 0.1
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    tokenizer = tiny_tokenizer()
+    for sample in samples:
+        assert tokenizer.decode(sample["answer"], skip_special_tokens=True) == sample["example"]["answers"][0]
+        assert sample["answer"][-1] == tokenizer.eos_token_id
+    path = tmp_path / "bare.jsonl"
+    path.write_text("".join(json.dumps({"question": f"who {n}?", "documents": ["a"]}) + "\n" for n in range(5)))
+    with pytest.raises(ConfigError, match="no gold answer"):
+        run_adapt(load_tiny(), request_of(tmp_path / "other", config, data=(str(path),)))
+
+
+def test_a_model_trained_under_other_attention_is_refused(tmp_path, monkeypatch):
+    import lazyattention.adapt.attention as attention_module
+
+    monkeypatch.setattr(attention_module, "turn", lambda rows, *_: rows)
+    with pytest.raises(UnsupportedError, match="differs from the one it is served with"):
+        run_adapt(load_tiny(), request_of(tmp_path))
+
+
+def test_the_isolated_encoding_is_trained_as_such(tmp_path, monkeypatch):
+    seen = set()
+    make = workflow.make_batch
+
+    def note(rows, *args, **more):
+        batch = make(rows, *args, **more)
+        seen.add(batch.visibility.num_extra)
+        return batch
+
+    monkeypatch.setattr(workflow, "make_batch", note)
+    run_adapt(load_tiny(), request_of(tmp_path, replace(SMALL, encoding="isolated", max_steps=1)))
+    assert seen == {0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encoding": "alone"}, "encoding must be one of"),
+        ({"full_share": 1.5}, "full_share"),
+        ({"max_minutes": 0}, "max_minutes"),
+        ({"rank": -1}, "rank"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        AdaptConfig(**options)
+
+
+def test_ranges_are_read():
+    assert read_range("7") == (7, 7)
+    assert read_range("2-10") == (2, 10)
+    for wrong in ("x", "2-", "5-2", "0"):
+        with pytest.raises(ConfigError, match="num-documents"):
+            read_range(wrong)
+
+
+def test_the_command_adapts(tmp_path):
+    folder = save_tiny(tmp_path / "model", tiny_model(**MODEL))
+    arguments = ["adapt", "--model", str(folder), "--data", "needle", "--output", str(tmp_path / "adapter")]
+    arguments += [
+        "--num-questions",
+        "6",
+        "--num-documents",
+        "2",
+        "--max-tokens",
+        "3",
+        "--max-steps",
+        "2",
+        "--rank",
+        "4",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "held-out loss under the chunk mask" in result.output
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    Engine(load_model(str(folder), adapter=str(tmp_path / "adapter"), progress=False))
+    wrong = CliRunner().invoke(app, [*arguments, "--objective", "distil"])
+    assert wrong.exit_code == 2
