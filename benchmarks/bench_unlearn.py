@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=1e-4, help="of fine-tuning")
-    parser.add_argument("--unlearn-epochs", type=int, default=5)
+    parser.add_argument("--unlearn-epochs", type=int, default=10)
     parser.add_argument("--num-steps", type=int, default=10, help="points of the integrated gradients")
     parser.add_argument("--budget-s", type=float, default=540.0, help="no run is started that would end later")
     parser.add_argument("--probes", default="quantize,relearn,paraphrase,prefix", help="of seed 0; none = none")
@@ -107,8 +107,8 @@ def load_base(path: str, device: str) -> tuple[Any, Any]:
 
 def load_tofu(folder: Path, smoke: bool) -> dict[str, Any]:
     """Forget, retain and the perturbed sets for truth ratio and utility."""
-    limit = {"forget": 8, "retain": 24} if smoke else {"forget": None, "retain": None}
-    num = 6 if smoke else 100
+    limit = {"forget": 4, "retain": 8} if smoke else {"forget": None, "retain": None}
+    num = 3 if smoke else 100
     return {
         "forget": load_examples(folder / "tofu_forget10.json", split="forget", limit=limit["forget"]),
         "retain": load_examples(folder / "tofu_retain90.json", split="retain", limit=limit["retain"]),
@@ -169,7 +169,14 @@ def prepared(
         model.load_state_dict(torch.load(path, map_location=args.device, weights_only=True))
         return model
     start = time.monotonic()
-    fine_tune(model, tokenizer, examples, num_epochs=1 if args.smoke else args.epochs, lr=args.lr)
+    fine_tune(
+        model,
+        tokenizer,
+        examples,
+        num_epochs=1 if args.smoke else args.epochs,
+        lr=args.lr,
+        batch_size=4 if args.smoke else 32,
+    )
     console.print(f"{name}: fine-tuned on {len(examples)} examples in {time.monotonic() - start:.0f} s")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,12 +190,12 @@ def arm_config(name: str, args: argparse.Namespace) -> UnlearnConfig:
     overrides = {
         "optimizer.lr": lr,
         "train.num_epochs": 1 if args.smoke else args.unlearn_epochs,
-        "train.batch_size": 4 if args.smoke else 16,
+        "train.batch_size": 2 if args.smoke else 16,
         "train.warmup_ratio": 0.1,
         "train.schedule": "constant_with_warmup",
-        "attribution.num_steps": 2 if args.smoke else args.num_steps,
+        "attribution.num_steps": 1 if args.smoke else args.num_steps,
         "attribution.batch_size": 4 if args.smoke else 64,
-        "attribution.max_examples": 4 if args.smoke else 400,
+        "attribution.max_examples": 2 if args.smoke else 400,
         "guards.eval_every": 1 if args.smoke else 5,
         "guards.num_examples": 4 if args.smoke else 100,
     }
@@ -211,13 +218,15 @@ def evaluator(
             metrics = ALL_METRICS if seed == 0 else LIKELIHOOD_METRICS
             metrics = [m for m in metrics if m != "forget_quality" or retrained_logs is not None]
             report = evaluate(
-                model, tokenizer, data["eval"], metrics=metrics, batch_size=100, retrained_logs=retrained_logs,
+                model, tokenizer, data["eval"], metrics=metrics, batch_size=4 if args.smoke else 100, retrained_logs=retrained_logs,
                 progress=False, options=options,
             )  # fmt: skip
             found = {"summary": report["summary"], "forget_quality": report["metrics"].get("forget_quality")}
             if seed == 0 and args.probes != "none" and time.monotonic() - start < args.budget_s:
                 probe_options = ProbeOptions(
-                    batch_size=64, max_examples=6 if args.smoke else 60, relearn_steps=(1,) if args.smoke else (5, 20)
+                    batch_size=4 if args.smoke else 64,
+                    max_examples=2 if args.smoke else 60,
+                    relearn_steps=(1,) if args.smoke else (5, 20),
                 )
                 found["probes"] = run_probes(
                     lambda: copy.deepcopy(model), tokenizer, data["eval"], probes=args.probes.split(","), seed=0,
@@ -237,7 +246,7 @@ def run_tofu(args: argparse.Namespace, start: float) -> dict[str, Any]:
     retrained = prepared("retrained", args, base, tokenizer, data["retain"])
     del base
     reference = {
-        name: {split: measure(model, tokenizer, data[split][:200], batch_size=64, with_rouge=False)
+        name: {split: measure(model, tokenizer, data[split][:200], batch_size=4 if args.smoke else 64, with_rouge=False)
                for split in ("forget", "retain")}
         for name, model in (("original", original), ("retrained", retrained))
     }  # fmt: skip

@@ -126,3 +126,15 @@ def test_attribution_runs_only_when_it_is_needed():
     assert not preset("simu+random", overrides={"neurons.select": "budget"}).needs_attribution
     assert not preset("simu+none").needs_attribution
     assert not preset("soul").needs_attribution
+
+
+def test_a_quantised_base_needs_bitsandbytes(monkeypatch, tmp_path):
+    from transformers import AutoConfig
+
+    from lazyattention.unlearn import loading
+
+    AutoConfig.for_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="bitsandbytes"):
+        loading.load_trainable(str(tmp_path), TrainConfig(attention="lora", quantize="4bit"))

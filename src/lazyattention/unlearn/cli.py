@@ -380,11 +380,13 @@ def print_comparison(comparison: dict[str, Any], console: Console) -> None:
         f"retain {comparison['utility_metric']} where forget {comparison['level_metric']} first reaches "
         f"{comparison['level']:.3f}"
     )
-    table = Table("arm", "matched", "utility", "difference", "verdict")
+    # Plain lines, not a table: on a narrow terminal they wrap where a table would cut the verdict.
+    name_width = max(len(arm["arm"]) for arm in comparison["arms"])
     for arm in comparison["arms"]:
         matched = f"{arm['num_matched']}/{arm['num_runs']}"
-        table.add_row(arm["arm"], matched, shown(arm["utility"]), shown(arm["difference"]), arm["verdict"])
-    console.print(table)
+        utility, difference = shown(arm["utility"]), shown(arm["difference"])
+        line = f"{arm['arm']:<{name_width}}  {matched} matched  utility {utility:<22}  difference {difference:<24}"
+        console.print(f"{line}  {arm['verdict']}", soft_wrap=True, markup=False)
 
 
 @unlearn_app.command()
