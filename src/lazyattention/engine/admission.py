@@ -83,6 +83,8 @@ class Admission:
                 num_missing = self._cache.num_blocks_of(len(span.token_ids)) - len(span.block_ids)
                 after = span.block_ids[-1] if span.block_ids else None
                 span.block_ids += self._cache.allocate(num_missing, after=after)
+        if chain is not None:
+            chain.count_hits()
         sequence.reuse_plan, sequence.spans, sequence.chain = plan, spans, chain
         if not group.documents and sequence.num_preemptions == 0 and sequence.index == 0:
             self._report(group, spans, found, num_text_found)

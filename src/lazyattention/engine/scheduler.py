@@ -208,6 +208,8 @@ class Scheduler:
         for sequence in self._admissible():
             if not step.budget or len(self.running) >= self._config.max_num_seqs:
                 break
+            if any(older.num_skipped >= self._config.max_skipped for older in overtaken):
+                break
             if self._admission.admit(sequence):
                 self.waiting.remove(sequence)
                 sequence.status = RequestStatus.RUNNING
@@ -225,7 +227,7 @@ class Scheduler:
                 step.failed.append((sequence, CapacityError(self._no_room_message())))
                 continue
             overtaken.append(sequence)
-            if sequence.num_skipped >= self._config.max_skipped or len(overtaken) >= _MAX_ADMISSION_TRIES:
+            if len(overtaken) >= _MAX_ADMISSION_TRIES:
                 break
 
     def _admissible(self) -> Iterator[Sequence]:

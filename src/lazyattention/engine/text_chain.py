@@ -45,12 +45,16 @@ class TextChain:
             if node is None:
                 break
             self._cache.hold_text(node)
-            node.num_hits += 1
             span.block_ids.append(node.block_id)
             span.num_computed += len(token_ids)
             num_found += len(token_ids)
             self._step(key, node, len(token_ids))
         return num_found
+
+    def count_hits(self) -> None:
+        """Note that a request which was admitted found what `match` matched."""
+        for node in self.nodes:
+            node.num_hits += 1
 
     def stop(self) -> None:
         """Keep nothing from here on."""
