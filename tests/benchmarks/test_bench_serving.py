@@ -64,26 +64,28 @@ def test_every_method_gets_the_same_memory_and_an_empty_store(engine, workload):
     assert result["methods"]["copy_rotate"]["warm"]["copies_of_documents"] > 1.0
 
 
-def test_warm_questions_are_new_but_documents_are_not(engine, workload):
-    cold, warm = ([*workload.layouts(512, phase=phase)] for phase in (0, 1))
-    for first, second in zip(cold, warm, strict=True):
-        assert first.spans[:-1] == second.spans[:-1]
-        assert first.spans[-1].token_ids != second.spans[-1].token_ids
-    assert len({layout.spans[-1].token_ids for layout in cold}) == len(cold)
-    phase = bench_serving.run_phase(engine, workload, "rotate_query", phase=0, concurrency=1)
-    phase = bench_serving.run_phase(engine, workload, "rotate_query", phase=1, concurrency=1)
-    num_questions = sum(len(layout.spans[-1].token_ids) for layout in warm)
-    assert phase["hit_rate"] == pytest.approx(1 - num_questions / sum(layout.num_tokens for layout in warm))
-    engine.cache.clear()
+def test_warm_requests_are_others_over_the_same_documents(engine):
+    workload = zipf_workload(**{**SMALL, "num_requests": 60}, alpha=0.0, output_len="2")
+    cold, warm = workload.halves()
+    questions = [layout.spans[-1].token_ids for layout in workload.layouts(512)]
+    assert len(set(questions)) == 60
+    assert questions == [layout.spans[-1].token_ids for half in (cold, warm) for layout in half.layouts(512)]
+    assert [r.documents for r in cold.requests] != [r.documents for r in warm.requests]
+    result = bench_serving.bench_workload(engine, workload, ["rotate_query", "prefix"], budget=None, concurrency=2)
+    ours, prefix = (result["methods"][method]["warm"]["hit_rate"] for method in ("rotate_query", "prefix"))
+    layouts = list(warm.layouts(512))
+    num_questions = sum(len(layout.spans[-1].token_ids) for layout in layouts)
+    assert ours == pytest.approx(1 - num_questions / sum(layout.num_tokens for layout in layouts))
+    assert prefix < 0.7 * ours
 
 
 def test_open_loop_counts_waiting_from_the_arrival(engine, workload):
     timed = at_rate(workload, 20.0, seed=1)
-    phase = bench_serving.run_phase(engine, timed, "full_recompute", phase=0, concurrency=1)
+    phase = bench_serving.run_phase(engine, timed, "full_recompute", concurrency=1)
     assert phase["elapsed_s"] >= timed.requests[-1].arrival_s > 0.05
     assert phase["num_requests"] == len(timed.requests)
     burst = at_rate(workload, 1e6)
-    waited = bench_serving.run_phase(engine, burst, "full_recompute", phase=0, concurrency=1)
+    waited = bench_serving.run_phase(engine, burst, "full_recompute", concurrency=1)
     assert waited["ttft_p95_ms"] > waited["ttft_p50_ms"] > 0
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from fixtures.fake_engine import FakeEngine
 from fixtures.live_server import live_server, running_engine
 from fixtures.tiny_models import save_tiny
 from lazyattention.config import CacheConfig, EngineConfig
-from lazyattention.errors import EngineDeadError
+from lazyattention.errors import ConfigError, EngineDeadError
 from lazyattention.server.config import ScopeConfig
 
 COMMAND = str(Path(sys.executable).with_name("lazyattention"))
@@ -203,6 +204,36 @@ def test_answers_are_not_held_back_by_the_network():
             assert client.get("/v1/models").status_code == 200
             times.append(time.perf_counter() - start)
     assert sorted(times)[len(times) // 4] < 0.03
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(server, monkeypatch):
+    real = time.time
+    jumps = iter(range(10**9))
+    # Back and forth by years, differently at each call.
+    monkeypatch.setattr(time, "time", lambda: real() + (-1) ** next(jumps) * 1e8)
+    for _ in range(5):
+        assert_serves(server, documents=["the lamp"], deadline_s=30)
+    upload = httpx.post(f"{server.url}/v1/documents", json={"documents": [{"text": "x", "id": "x"}], "pin": True})
+    assert upload.json()["data"][0]["status"] == "warmed"
+    assert_serves(server, documents=[{"id": "x"}])
+    (entry,) = httpx.get(f"{server.url}/v1/documents").json()["data"]
+    assert entry["idle_s"] >= 0
+
+
+def test_tls_serves_https_and_nothing_else(tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files]
+    subprocess.run(command, check=True, capture_output=True)
+    with live_server(FakeEngine(), tls_cert_file=cert, tls_key_file=key) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=cert)
+        assert httpx.get(f"{server.url}/health", verify=context).json() == {"status": "ok"}
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(server.url.replace("https", "http") + "/health")
+    with pytest.raises(ConfigError, match="TLS"), live_server(FakeEngine(), tls_cert_file=key, tls_key_file=cert):
+        pass
 
 
 # The engine

@@ -97,9 +97,11 @@ def random_case(
     )  # fmt: skip
 
 
-def oracle(case, rotary, softmax_scale, window=None, softcap=None, sinks=None):
+def oracle(case, rotary, softmax_scale, window=None, softcap=None, sinks=None, kv_scales=None):
     """Dense attention in float64 on the GPU at true positions; keys are turned, queries are left alone."""
-    k_cache, v_cache = case.k_cache.flatten(0, 1).double(), case.v_cache.flatten(0, 1).double()
+    k_cache, v_cache = (cache.flatten(0, 1).float().double() for cache in (case.k_cache, case.v_cache))
+    if kv_scales is not None:
+        k_cache, v_cache = k_cache * kv_scales[0][:, None], v_cache * kv_scales[1][:, None]
     group = case.q.shape[1] // k_cache.shape[1]
     out = torch.zeros(*case.q.shape[:2], v_cache.shape[2], dtype=torch.float64, device="cuda")
     by_run = {}
@@ -132,8 +134,9 @@ def oracle(case, rotary, softmax_scale, window=None, softcap=None, sinks=None):
     return out
 
 
-def run_case(case, rotary, softmax_scale, window=None, softcap=None, sinks=None):
-    metadata = AttentionMetadata(case.plan, [(case.k_cache, case.v_cache)], [rotary])
+def run_case(case, rotary, softmax_scale, window=None, softcap=None, sinks=None, kv_scales=None):
+    scales = None if kv_scales is None else [kv_scales]
+    metadata = AttentionMetadata(case.plan, [(case.k_cache, case.v_cache)], [rotary], scales)
     return run(
         case.q, case.new_k, case.new_v, metadata, 0, softmax_scale=softmax_scale, sliding_window=window,
         logit_softcap=softcap, sinks=sinks,
@@ -210,6 +213,27 @@ def test_long_contiguous_prefill(head_dim, group, dtype):
     for _ in range(5):
         got = run_case(case, rotary, 0.2, sinks=sinks)
         assert relative_error(got, oracle(case, rotary, 0.2, sinks=sinks)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("keys_turned", [True, False])
+def test_float8_kv(keys_turned):
+    """Against the same quantised KV the kernels are as exact as ever; new keys are quantised by the step."""
+    case = random_case(
+        12, chunk_lens=CHUNKS, queries=QUERIES, num_q_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16,
+        keys_turned=keys_turned, contiguous=True,
+    )  # fmt: skip
+    exact = dataclasses.replace(case, k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone())
+    scales = (torch.tensor([0.02, 0.5], device="cuda"), torch.tensor([0.03, 1.5], device="cuda"))
+    caches = [
+        (cache.float() / scale[:, None]).to(torch.float8_e4m3fn)
+        for cache, scale in zip((case.k_cache, case.v_cache), scales, strict=True)
+    ]
+    case = dataclasses.replace(case, k_cache=caches[0], v_cache=caches[1])
+    rotary = on_gpu(rotary_of(128))
+    got = run_case(case, rotary, 0.1, kv_scales=scales)
+    assert relative_error(got, oracle(case, rotary, 0.1, kv_scales=scales)) < 1e-2
+    run_case(exact, rotary, 0.1)
+    assert 1e-2 < relative_error(got, oracle(exact, rotary, 0.1)) < 0.1
 
 
 def test_layer_without_rope():

@@ -19,6 +19,7 @@ from lazyattention.ops import _turn_tables
 from lazyattention.ops.chunk_prefill.kernel import chunk_prefill_triton
 from lazyattention.ops.merge_states.kernel import merge_parts_triton, merge_states_triton
 from lazyattention.ops.rotate.kernel import copy_turned_triton
+from lazyattention.ops.shared_decode import op as shared_decode_op
 from lazyattention.ops.shared_decode.kernel import shared_decode_triton
 from lazyattention.ops.store_kv.kernel import store_kv_triton
 
@@ -35,9 +36,9 @@ def kernels(monkeypatch):
     def prefill(*args, sinks=None):
         chunk_prefill_triton(*args, sinks)
 
+    monkeypatch.setattr(shared_decode_op, "shared_decode", shared_decode_triton)
     for name, kernel in {
         "store_kv": store_kv_triton,
-        "shared_decode": shared_decode_triton,
         "chunk_prefill": prefill,
         "merge_parts": merge,
     }.items():

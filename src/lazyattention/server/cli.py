@@ -49,7 +49,10 @@ def serve_command(
     allow_anonymous: Annotated[
         bool, typer.Option("--allow-anonymous", help="Listen beyond this machine without keys.")
     ] = False,
-    max_running: Annotated[int, typer.Option(min=1, help="Requests inside the engine at the same time.")] = 256,
+    max_running: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests inside the engine at the same time.", show_default="--max-num-seqs"),
+    ] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 1024,
     max_deadline_s: Annotated[float, typer.Option(help="Longest time a request may take, in seconds.")] = 600.0,
     shutdown_grace_s: Annotated[float, typer.Option(min=0.0, help="How long streams may go on after SIGTERM.")] = 20.0,

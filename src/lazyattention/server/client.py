@@ -55,11 +55,13 @@ class DocumentClient:
             body["messages"] = [{"role": "system", "content": system}]
         with self._open("POST", "", body) as response:
             for line in response:
-                if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-                    report = json.loads(line[6:])
-                    if "id" not in report:
-                        raise LazyAttentionError(report["error"]["message"])
-                    yield report
+                if line == b"data: [DONE]\n":
+                    return
+                if line.startswith(b"data: "):
+                    yield _report_of(line[len(b"data: ") :])
+        raise LazyAttentionError(
+            "the server's report ended early; see 'lazyattention documents list' for what is there"
+        )
 
     def list(self) -> Iterator[dict[str, Any]]:
         """All documents."""
@@ -104,6 +106,17 @@ class DocumentClient:
             raise ServerUnreachableError(
                 f"no server at {self._url}: {reason}; start one with 'lazyattention serve'"
             ) from error
+
+
+def _report_of(raw: bytes) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(raw)
+        if "id" in report:
+            return report
+        message = report["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        raise LazyAttentionError(f"the server's report cannot be read: {raw[:80]!r}") from None
+    raise LazyAttentionError(message)
 
 
 def _path(document_id: str) -> str:

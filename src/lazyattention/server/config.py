@@ -60,7 +60,8 @@ class ServerConfig:
         port: Port to listen on; 0 = a free one.
         scopes: By name. Without keys there is one, named "default".
         allow_anonymous: Listen beyond this machine without keys.
-        max_running: Requests inside the engine at the same time; the others wait here, fairly between scopes.
+        max_running: Requests inside the engine at the same time; the others wait here, fairly between scopes. None = as
+            many as the engine runs together, so that none waits inside it, where there are no scopes.
         max_waiting: Waiting requests, all scopes together; more are refused with 429.
         max_deadline_s: Longest time a request may take; also the default.
         header_timeout_s: A connection that has not sent its headers by then is closed.
@@ -77,7 +78,7 @@ class ServerConfig:
     port: int = 8000
     scopes: Mapping[str, ScopeConfig] = field(default_factory=lambda: {DEFAULT_SCOPE: ScopeConfig(is_operator=True)})
     allow_anonymous: bool = False
-    max_running: int = 256
+    max_running: int | None = None
     max_waiting: int = 1024
     max_deadline_s: float = 600.0
     header_timeout_s: float = 10.0
@@ -89,8 +90,9 @@ class ServerConfig:
     playground: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_waiting"):
-            _check_positive_int(name, getattr(self, name))
+        _check_positive_int("max_waiting", self.max_waiting)
+        if self.max_running is not None:
+            _check_positive_int("max_running", self.max_running)
         for name in ("max_deadline_s", "header_timeout_s", "body_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be a positive number of seconds")

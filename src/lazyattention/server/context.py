@@ -109,7 +109,8 @@ class ServerContext:
         self.config = config
         self._prompts = PromptPool(engine.engine)
         self.model = _model_card(engine.engine, config)
-        self.admission = AdmissionQueue(config.max_running, config.max_waiting)
+        max_running = config.max_running or engine.engine.config.scheduler.max_num_seqs
+        self.admission = AdmissionQueue(max_running, config.max_waiting)
         self.metrics = Metrics()
         self.metrics.queued.set_function(lambda: self.admission.num_waiting)
         self.generator = Generator(engine, self.admission, self.metrics, tracer)
