@@ -4,8 +4,8 @@
     python benchmarks/bench_serving.py --smoke
     python benchmarks/bench_serving.py --shape llama-3.1-8b --device cuda --alpha 0,1,2.1 --budget 0.25,1
 
-A run is a workload, a memory budget (share of the workload's documents that fits) and a method. Its requests run twice: cold,
-from an empty store, and warm, with other questions over the same documents. Shapes have random weights: times are real,
+A run is a workload, a memory budget (share of the workload's documents that fits) and a method. The first half of the
+requests runs cold, from an empty store; the second half, other requests over the same collection, finds it warm. Shapes have random weights: times are real,
 answers mean nothing. `--model` takes a real model. Sweeps (comma-separated options) run in every combination.
 """
 
@@ -14,6 +14,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Budget:
 
 
 def run_phase(
-    engine: Engine, workload: Workload, method: str, *, phase: int, concurrency: int, num_taken: int = 0
+    engine: Engine, workload: Workload, method: str, *, concurrency: int, num_taken: int = 0
 ) -> dict[str, Any]:
     """Run all requests of a workload once and measure.
 
@@ -64,11 +65,10 @@ def run_phase(
         engine: Nothing runs in it.
         workload: With arrival times (open loop) or without (closed loop).
         method: Reuse method.
-        phase: Which questions.
         concurrency: Requests under way at the same time in a closed loop.
         num_taken: Blocks that are not part of the budget.
     """
-    prompts = list(zip(workload.layouts(engine.loaded.vocab_size, phase=phase), workload.requests, strict=True))
+    prompts = list(zip(workload.layouts(engine.loaded.vocab_size), workload.requests, strict=True))
     pending = iter(enumerate(prompts))
     following = next(pending, None)
     token_times: dict[str, list[float]] = {}
@@ -86,7 +86,7 @@ def run_phase(
                 break
             params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
             arrival_s = None if due_s is None else start_s + due_s
-            request_id = f"{method}-{phase}-{index}"
+            request_id = f"{method}-{index}"
             engine.add_request(request_id, layout, params, reuse_method=method, arrival_s=arrival_s)
             token_times[request_id] = []
             following = next(pending, None)
@@ -155,12 +155,16 @@ def bench_workload(
 
     Args:
         engine: Idle.
-        workload: What to run.
+        workload: Its first half runs cold, its second half warm.
         methods: In the order they run.
         budget: Share of the documents' working set that fits besides the running requests' own texts; None = all memory.
         concurrency: Of a closed loop.
     """
     cache = engine.cache
+    cold, warm = workload.halves()
+    if warm.requests[0].arrival_s is not None:
+        start_s = warm.requests[0].arrival_s
+        warm = replace(warm, requests=tuple(replace(r, arrival_s=r.arrival_s - start_s) for r in warm.requests))
     budgets = Budget(engine)
     num_blocks = cache.pool.num_blocks
     if budget is not None:
@@ -173,11 +177,12 @@ def bench_workload(
     results: dict[str, Any] = {"working_set_tokens": workload.working_set_tokens, "methods": {}}
     for method in methods:
         results["num_blocks"] = budgets.set(num_blocks)
+        num_preemptions = engine.scheduler.num_preemptions
         results["methods"][method] = {
-            name: run_phase(engine, workload, method, phase=phase, concurrency=concurrency, num_taken=budgets.num_taken)
-            for phase, name in enumerate(("cold", "warm"))
+            name: run_phase(engine, part, method, concurrency=concurrency, num_taken=budgets.num_taken)
+            for name, part in (("cold", cold), ("warm", warm))
         }
-        results["methods"][method]["num_preemptions"] = engine.scheduler.num_preemptions
+        results["methods"][method]["num_preemptions"] = engine.scheduler.num_preemptions - num_preemptions
     budgets.set(cache.pool.num_blocks)
     return results
 
@@ -185,7 +190,7 @@ def bench_workload(
 def sweep(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Workload]]:
     """Yield the settings and the workload of every combination asked for."""
     if arguments.trace is not None:
-        workload = trace_workload(arguments.trace, num_requests=arguments.requests, seed=arguments.seed)
+        workload = trace_workload(arguments.trace, num_requests=2 * arguments.requests, seed=arguments.seed)
         for budget in arguments.budget:
             yield {"trace": arguments.trace.name, "budget": budget}, at_rate(workload, arguments.rate)
         return
@@ -194,7 +199,7 @@ def sweep(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Workl
         workload = zipf_workload(
             num_documents=max(arguments.documents, per_request),
             documents_per_request=per_request,
-            num_requests=arguments.requests,
+            num_requests=2 * arguments.requests,
             alpha=alpha,
             document_len=document_len,
             question_len=arguments.question_len,
@@ -236,7 +241,7 @@ def warm_up(engine: Engine, methods: Sequence[str], concurrency: int) -> None:
         question_len="20", output_len="4", seed=99,
     )  # fmt: skip
     for method in methods:
-        run_phase(engine, workload, method, phase=0, concurrency=concurrency)
+        run_phase(engine, workload, method, concurrency=concurrency)
     engine.cache.clear()
 
 
@@ -302,7 +307,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--popular-first", action="store_true", help="order documents by popularity, not by chance")
     parser.add_argument("--trace", type=Path, help="folder of the RAGPulse trace, in place of drawn documents")
     parser.add_argument("--budget", type=several(float), default=[1.0], help="KV memory over the working set")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=64, help="cold, and as many warm")
     parser.add_argument("--concurrency", type=int, default=16, help="of the closed loop")
     parser.add_argument("--rate", type=float, help="requests/s of an open loop with Poisson arrivals")
     parser.add_argument("--kv-tokens", type=int, help="size of the KV pool; default: what the device has free")

@@ -48,12 +48,14 @@ class WorkloadRequest:
 
     Attributes:
         documents: Indices of its documents, in prompt order.
-        question_len: Tokens of its question; no two requests have the same one.
+        question_id: Of its question; no two requests ask the same.
+        question_len: Tokens of its question.
         output_len: Tokens to generate.
         arrival_s: Seconds after the start; None in a closed loop.
     """
 
     documents: tuple[int, ...]
+    question_id: int
     question_len: int
     output_len: int
     arrival_s: float | None = None
@@ -81,19 +83,23 @@ class Workload:
         used = {index for request in self.requests for index in request.documents}
         return sum(self.document_lens[index] for index in used)
 
-    def layouts(self, vocab_size: int, *, phase: int = 0) -> Iterator[PromptLayout]:
-        """Make the prompts; another phase asks other questions over the same documents."""
+    def halves(self) -> "tuple[Workload, Workload]":
+        """Return the first half of the requests and the second, over the same collection of documents."""
+        middle = len(self.requests) // 2
+        return replace(self, requests=self.requests[:middle]), replace(self, requests=self.requests[middle:])
+
+    def layouts(self, vocab_size: int) -> Iterator[PromptLayout]:
+        """Make the prompts."""
         memo: dict[int, Span] = {}
         preamble = Span(_token_ids(self.seed, 0, 0, self.preamble_len, vocab_size), is_preamble=True)
-        for number, request in enumerate(self.requests):
+        for request in self.requests:
             spans = [preamble] if self.preamble_len else []
             for index in request.documents:
                 if index not in memo:
                     token_ids = _token_ids(self.seed, 1, index, self.document_lens[index], vocab_size)
                     memo[index] = Span(token_ids, document_id=f"document-{index}")
                 spans.append(memo[index])
-            question_seed = phase * len(self.requests) + number
-            spans.append(Span(_token_ids(self.seed, 2, question_seed, request.question_len, vocab_size)))
+            spans.append(Span(_token_ids(self.seed, 2, request.question_id, request.question_len, vocab_size)))
             yield PromptLayout(tuple(spans))
 
 
@@ -138,11 +144,11 @@ def zipf_workload(
     questions = Lengths(question_len).draw(rng, num_requests)
     outputs = Lengths(output_len).draw(rng, num_requests)
     requests = []
-    for question, output in zip(questions, outputs, strict=True):
+    for number, (question, output) in enumerate(zip(questions, outputs, strict=True)):
         # The largest of weights plus Gumbel noise are drawn like one after the other without replacement.
         ranks = np.argsort(-(weights + rng.gumbel(size=num_documents)), kind="stable")[:documents_per_request]
         ranks = np.sort(ranks) if popular_first else rng.permutation(ranks)
-        requests.append(WorkloadRequest(tuple(int(i) for i in by_rank[ranks]), question, output))
+        requests.append(WorkloadRequest(tuple(int(i) for i in by_rank[ranks]), number, question, output))
     return Workload(tuple(document_lens), preamble_len, tuple(requests), seed)
 
 
@@ -176,13 +182,14 @@ def trace_workload(
     start_s = float(records[0]["timestamp"])
     preambles = []
     requests = []
-    for record in records:
+    for number, record in enumerate(records):
         ids = record["hash_ids"]
         preambles.append(sum(tables["sys_prompt"][i] for i in ids["sys_prompt"]))
         question = sum(tables[part][i] for part in ("history", "user_input") for i in ids[part])
         documents = tuple(dict.fromkeys(place[i] for i in ids["passages_ids"]))
         output_len = max(1, min(int(record["output_length"]), max_output_len))
-        requests.append(WorkloadRequest(documents, max(1, question), output_len, float(record["timestamp"]) - start_s))
+        arrival_s = float(record["timestamp"]) - start_s
+        requests.append(WorkloadRequest(documents, number, max(1, question), output_len, arrival_s))
     lens = tuple(max(1, tables["passages_ids"][i]) for i in passages)
     return Workload(lens, max(set(preambles), key=preambles.count), tuple(requests), seed)
 
