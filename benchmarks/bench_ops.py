@@ -29,7 +29,7 @@ from lazyattention.ops.merge_states import merge_parts
 from lazyattention.ops.plan import plan_of_arrays
 from lazyattention.ops.plan_builder import PlanBuilder, RequestRows
 from lazyattention.ops.rotate import copy_turned
-from lazyattention.ops.shared_decode import shared_decode
+from lazyattention.ops.shared_decode import shared_decodes
 from lazyattention.ops.store_kv import store_kv
 
 BLOCK_SIZE = 16
@@ -134,8 +134,7 @@ class Problem:
         def attend() -> None:
             for tasks in plan.prefill:
                 chunk_prefill(self.q, self.kv, tasks, positions, out, states, used, options)
-            for decode_tasks in plan.decode:
-                shared_decode(self.q, self.kv, decode_tasks, positions, states, used, options)
+            shared_decodes(self.q, self.kv, plan.decode, positions, states, used, options)
 
         def merge() -> None:
             merge_parts(states, out, plan.num_merges, plan.merge_tokens, plan.merge_starts)
@@ -366,6 +365,40 @@ def bench_prefill_variants() -> dict[str, float]:
     return times
 
 
+def bench_unmasked_variants() -> dict[str, float]:
+    """Time the kernel for tiles without a mask under choices of its own: taking turns, registers."""
+    times: dict[str, float] = {}
+    problem = prefill_problem(2048, 16384)
+    if not problem.spec().has_unmasked_prefill or not has_unmasked_prefill(
+        problem.q, problem.kv, problem.rotary, AttendOptions(1.0)
+    ):
+        return times
+    from lazyattention.ops.chunk_prefill.hopper.kernel import unmasked_prefill_hopper
+
+    defaults = unmasked_prefill_hopper.__kwdefaults__
+    kept = dict(defaults)
+    for has_order in (True, False):
+        for registers in (192, 200, 208):
+            defaults.update(has_order=has_order, attend_registers=registers)
+            _, launches = problem.launches(problem.spec())
+            ms = graph_ms(launches["all"])
+            times[f"2048 x 16K, turns {has_order}, registers {registers}, TFLOP/s"] = problem.flops / ms / 1e9
+    defaults.update(kept)
+    return times
+
+
+def bench_float8() -> dict[str, float]:
+    """Time decode over float8 KV against bfloat16."""
+    requests = zipf_requests(64, 10, 1000, 0.0)
+    problem = make_problem(requests, 1000, 512)
+    scale = torch.ones(8, device=DEVICE)
+    kv = LayerKV(*(x.to(torch.float8_e4m3fn) for x in (problem.kv.k_cache, problem.kv.v_cache)), scale, scale)
+    times = {"bf16, ms": graph_ms(problem.launches(problem.spec())[1]["all"])}
+    problem = dataclasses.replace(problem, kv=kv)
+    times["float8, ms"] = graph_ms(problem.launches(problem.spec())[1]["all"])
+    return times
+
+
 def bench_copies(copy_tb_s: float) -> dict[str, float]:
     """store_kv and copy_turned against copy bandwidth; unturned decode against turned."""
     results = {}
@@ -498,16 +531,17 @@ def sweep_prefill(head_dim: int, shapes: Sequence[TileShape], deadline: float) -
 
 def decode_shapes(head_dim: int, kind: str) -> list[TileShape]:
     """Return tile shapes worth trying for shared_decode."""
-    keys = {64: (64, 128), 128: (32, 64, 128), 256: (32, 64)}[head_dim]
     if kind == "decode_few":
-        sizes = [(16, n, warps) for n in keys for warps in (2, 4)]
-    else:
-        sizes = [(m, n, 8 if m == 128 else 4) for m in (32, 64, 128) for n in keys]
+        keys = {64: (64, 128), 128: (32, 64, 128), 256: (32, 64)}[head_dim]
+        return [TileShape(16, n, warps, stages) for n in keys for warps in (2, 4) for stages in (2, 3)]
+    keys = {64: (64, 128), 128: (32, 64), 256: (32,)}[head_dim]
     return [
-        TileShape(m, n, warps, stages)
-        for m, n, warps in sizes
-        for stages in (2, 3, 4)
-        if (m + n * 2 * stages) * head_dim * 2 <= 220 * 1024
+        TileShape(m, n, 4, stages, programs)
+        for m in (32, 64)
+        for n in keys
+        for stages in (2, 3)
+        for programs in (0, 1, 2)
+        if (m + n * 2 * stages) * head_dim * 2 * max(1, programs) <= 220 * 1024
     ]
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+SHAPE_FIELDS = ("tile_m", "tile_kv", "num_warps", "num_stages", "programs_per_multiprocessor")
 SWEEPS = [(head_dim, kind) for head_dim in (128, 64, 256) for kind in ("decode_few", "decode_many", "prefill")]
 
 
-def compile_ahead(job: tuple[str, int, tuple[int, int, int, int]]) -> str:
+def compile_ahead(job: tuple[str, int, tuple[int, ...]]) -> str:
     """Launch one kernel once on a tiny problem, so that its binary is in Triton's cache."""
     import bench_ops
     import torch
@@ -122,7 +123,10 @@ def main() -> None:
             shapes = (
                 bench_ops.prefill_shapes(head_dim) if kind == "prefill" else bench_ops.decode_shapes(head_dim, kind)
             )
-            jobs += [(kind, head_dim, (s.tile_m, s.tile_kv, s.num_warps, s.num_stages)) for s in shapes]
+            jobs += [
+                (kind, head_dim, (s.tile_m, s.tile_kv, s.num_warps, s.num_stages, s.programs_per_multiprocessor))
+                for s in shapes
+            ]
     results: dict = {}
     started = time.monotonic()
 
@@ -178,6 +182,8 @@ def measure(results: dict, mark: object) -> None:
             [(128, 8192), (128, 65536), (512, 8192), (512, 32768), (2048, 8192), (2048, 32768), (2048, 65536)]
         ),
         "prefill_variants": bench_ops.bench_prefill_variants,
+        "unmasked_variants": bench_ops.bench_unmasked_variants,
+        "float8": bench_ops.bench_float8,
         "copies": lambda: bench_ops.bench_copies(results["ceilings"]["copy_tb_s"]),
         "plan": bench_ops.bench_plan,
         "run": bench_ops.bench_run,
@@ -198,13 +204,11 @@ def print_sweeps(results: dict) -> None:
     for name, rows in results.items():
         if not name.startswith("sweep_"):
             continue
-        keys = [key for key in (rows[0] if rows else {}) if key not in ("tile_m", "tile_kv", "num_warps", "num_stages")]
+        keys = [key for key in (rows[0] if rows else {}) if key not in SHAPE_FIELDS]
         for key in keys:
             timed = [row for row in rows if isinstance(row.get(key), float)]
             timed.sort(key=lambda row: row[key], reverse="prefill" in name)
-            best = [
-                f"({r['tile_m']},{r['tile_kv']},{r['num_warps']},{r['num_stages']}) {r[key]:.4g}" for r in timed[:5]
-            ]
+            best = [f"{tuple(r[field] for field in SHAPE_FIELDS)} {r[key]:.4g}" for r in timed[:5]]
             print(f"{name} {key} [{len(timed)}/{len(rows)}]: " + " | ".join(best))
 
 
@@ -225,7 +229,7 @@ def print_results(results: dict) -> None:
                 f"prefill {row['rows']} x {row['keys']}: {row['ms']:.3f} ms {row['tflop_s']:.0f} TFLOP/s, {row['of_stock']:.0%} of stock"
                 f" {row['stock_ms']}; without turn {row['without_turn_ms']:.3f}; triton {row['triton_ms']:.3f}; tasks {row['tasks']}"
             )
-    for name in ("prefill_variants", "copies", "plan", "run"):
+    for name in ("prefill_variants", "unmasked_variants", "float8", "copies", "plan", "run"):
         print(
             name,
             {

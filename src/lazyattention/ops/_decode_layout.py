@@ -10,6 +10,8 @@ from lazyattention.ops._layout import NO_END, LayoutSpec, PlanArrays, concatenat
 # A part this long hides the start of its program; a longer one would leave too few programs to balance.
 _MAX_PART_KEYS = 1024
 _MIN_PART_TILES = 2
+# Programs over few rows that one multiprocessor holds.
+_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @dataclass(slots=True)
@@ -127,6 +129,6 @@ def _num_parts(num_keys: np.ndarray, row_tiles: np.ndarray, spec: LayoutSpec) ->
     """Return parts per item: enough programs to fill the device."""
     tile = max(spec.decode_few.tile_kv, spec.decode_many.tile_kv)
     work = int((num_keys * row_tiles).sum()) * spec.num_kv_heads
-    wanted = -(-work // (spec.num_programs * tile)) * tile
+    wanted = -(-work // (_PROGRAMS_PER_MULTIPROCESSOR * spec.num_programs * tile)) * tile
     longest = min(max(wanted, _MIN_PART_TILES * tile), _MAX_PART_KEYS)
     return -(-num_keys // longest)

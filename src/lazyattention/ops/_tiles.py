@@ -18,12 +18,14 @@ class TileShape:
         tile_kv: Keys per step of its loop; a power of two, at least 16.
         num_warps: Warps per program.
         num_stages: Depth of the load pipeline.
+        programs_per_multiprocessor: Programs that share all the work; 0 = one program per piece of work.
     """
 
     tile_m: int
     tile_kv: int
     num_warps: int
     num_stages: int
+    programs_per_multiprocessor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +48,26 @@ class Tiles:
     prefill_min_rows: int = 64
 
 
-# Largest padded head_dim -> tiles, 16-bit KV.
+# Largest padded head_dim -> tiles, 16-bit KV, measured on an H200: docs/kernels.md.
 _TILES = {
-    64: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 128, 4, 2), TileShape(128, 128, 8, 3), TileShape(64, 64, 4, 1)),
-    128: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 64, 4, 2), TileShape(128, 128, 8, 2), TileShape(64, 64, 4, 1)),
-    256: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 32, 4, 3), TileShape(128, 64, 8, 2), TileShape(64, 32, 4, 1)),
+    64: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 128, 4, 2, 1), TileShape(128, 128, 8, 3), TileShape(64, 64, 4, 1)),
+    128: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 64, 4, 2, 1), TileShape(128, 128, 8, 2), TileShape(64, 64, 4, 1)),
+    256: Tiles(TileShape(16, 32, 4, 2), TileShape(64, 32, 4, 3, 1), TileShape(128, 64, 8, 2), TileShape(64, 32, 4, 1)),
 }
+# Likewise for GPUs whose programs have at most 100 KB of shared memory; chosen to fit, not measured.
+_SMALL_TILES = {
+    64: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 32, 4, 2), TileShape(64, 64, 4, 2), TileShape(64, 32, 4, 1)),
+    128: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 32, 4, 2), TileShape(64, 32, 4, 2), TileShape(64, 32, 4, 1)),
+    256: Tiles(TileShape(16, 32, 4, 2), TileShape(32, 32, 4, 2), TileShape(64, 16, 4, 2), TileShape(64, 16, 4, 1)),
+}
+_SMALL_MEMORY_BYTES = 160 * 1024
 # float32 is for tests: half the keys per step, so that shared memory suffices.
 _FLOAT32_TILES = Tiles(
     TileShape(16, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 1)
 )
 # The interpreter: small tiles, so that small tests have several.
 _INTERPRETED_TILES = Tiles(
-    TileShape(16, 16, 4, 1), TileShape(64, 32, 4, 1), TileShape(32, 16, 4, 1), TileShape(16, 32, 4, 1), 32
+    TileShape(16, 16, 4, 1), TileShape(64, 32, 4, 1, 1), TileShape(32, 16, 4, 1), TileShape(16, 32, 4, 1), 32
 )
 
 
@@ -80,7 +89,16 @@ def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
     padded = max(64, next_power_of_2(head_dim))
     if padded not in _TILES:
         raise UnsupportedError(f"head_dim {head_dim} is too large for the GPU kernels, which hold up to {max(_TILES)}")
-    return _TILES[padded]
+    return (_SMALL_TILES if _shared_memory_bytes(device) < _SMALL_MEMORY_BYTES else _TILES)[padded]
+
+
+@functools.lru_cache
+def _shared_memory_bytes(device: torch.device) -> int:
+    # Imported here: triton does not come with CPU builds of torch.
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @functools.lru_cache

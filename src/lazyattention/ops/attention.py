@@ -3,6 +3,7 @@
 
 import torch
 
+from lazyattention.errors import UnsupportedError
 from lazyattention.ops._layout import LayoutSpec
 from lazyattention.ops._tiles import num_multiprocessors, tiles_for
 from lazyattention.ops.attend import AttendOptions, attend
@@ -11,7 +12,7 @@ from lazyattention.ops.layer_kv import LayerKV, PartialStates
 from lazyattention.ops.merge_states import merge_parts, merge_states
 from lazyattention.ops.metadata import AttentionMetadata
 from lazyattention.ops.rotary import LayerRotary, turn
-from lazyattention.ops.shared_decode import shared_decode
+from lazyattention.ops.shared_decode import shared_decodes
 from lazyattention.ops.store_kv import store_kv
 
 
@@ -45,10 +46,13 @@ def run(
 
     Raises:
         ValueError: A shape or dtype is not as above.
+        UnsupportedError: KV has scales, but the plan is not for the kernels.
     """
     if metadata.plan.arrays is not None:
         options = AttendOptions(softmax_scale, sliding_window, logit_softcap)
         return run_kernels(q, k, v, metadata, layer_idx, options, sinks)
+    if metadata.kv_scales is not None:
+        raise UnsupportedError("kv_scales need a plan made for the kernels; keep KV in the model's dtype on the CPU")
     plan, rotary = metadata.plan, metadata.rotaries[layer_idx]
     k_cache, v_cache = metadata.kv_caches[layer_idx]
     if plan.store_turns is not None and rotary.inv_freq is not None:
@@ -73,8 +77,11 @@ def run_kernels(
 ) -> torch.Tensor:
     """As `run`, for a plan made for the kernels: no host synchronisation, the same launches for the same plan."""
     plan, rotary = metadata.plan, metadata.rotaries[layer_idx]
-    kv = LayerKV(*metadata.kv_caches[layer_idx])
-    store_kv(k, v, kv.k_cache, kv.v_cache, plan.slot_mapping, store_turns=plan.store_turns, rotary=rotary)
+    scales = None if metadata.kv_scales is None else metadata.kv_scales[layer_idx]
+    kv = LayerKV(*metadata.kv_caches[layer_idx], *(scales or ()))
+    store_kv(
+        k, v, kv.k_cache, kv.v_cache, plan.slot_mapping, store_turns=plan.store_turns, rotary=rotary, kv_scales=scales
+    )
     work = plan.device_plan(layout_spec(q, kv, plan.block_size, rotary, options))
     out = torch.empty((*q.shape[:2], kv.v_cache.shape[3]), dtype=q.dtype, device=q.device)
     states = PartialStates(
@@ -83,8 +90,7 @@ def run_kernels(
     )
     for prefill_tasks in work.prefill:
         chunk_prefill(q, kv, prefill_tasks, plan.positions, out, states, rotary, options, sinks=sinks)
-    for decode_tasks in work.decode:
-        shared_decode(q, kv, decode_tasks, plan.positions, states, rotary, options)
+    shared_decodes(q, kv, work.decode, plan.positions, states, rotary, options)
     merge_parts(states, out, work.num_merges, work.merge_tokens, work.merge_starts, sinks=sinks)
     return out
 

@@ -19,8 +19,11 @@ class AttentionMetadata:
         kv_caches: Per layer `(k_cache, v_cache)`, each `[num_blocks, block_size, num_kv_heads, head_dim]`; written in
             place at `plan.slot_mapping`.
         rotaries: Per layer, how its heads turn.
+        kv_scales: For float8_e4m3fn KV, per layer `(k_scale, v_scale)`, each float32 `[num_kv_heads]`: a stored key
+            times its scale is the key. GPU kernels only.
     """
 
     plan: AttentionPlan
     kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
     rotaries: Sequence[LayerRotary]
+    kv_scales: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None

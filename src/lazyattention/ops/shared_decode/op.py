@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of few rows per request, rows of many requests stacked over each KV range."""
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from lazyattention.ops._checks import check_shape
@@ -9,6 +12,41 @@ from lazyattention.ops.device_plan import DecodeTasks
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
 from lazyattention.ops.rotary import LayerRotary
 from lazyattention.ops.shared_decode.reference import shared_decode_reference
+
+
+def shared_decodes(
+    q: torch.Tensor,
+    kv: LayerKV,
+    launches: Sequence[DecodeTasks],
+    positions: torch.Tensor,
+    states: PartialStates,
+    rotary: LayerRotary,
+    options: AttendOptions,
+) -> None:
+    """Run several launches of `shared_decode`; arguments as there.
+
+    Ranges with many rows keep the tensor cores busy, those with few rows the memory: on a GPU, launches over the former
+    run on a stream beside the current one, which waits for them before this returns to it.
+    """
+    beside = [tasks for tasks in launches if tasks.shape.programs_per_multiprocessor]
+    if not q.is_cuda or not beside or len(beside) == len(launches):
+        for tasks in launches:
+            shared_decode(q, kv, tasks, positions, states, rotary, options)
+        return
+    current, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        for tasks in beside:
+            shared_decode(q, kv, tasks, positions, states, rotary, options)
+    for tasks in launches:
+        if not tasks.shape.programs_per_multiprocessor:
+            shared_decode(q, kv, tasks, positions, states, rotary, options)
+    current.wait_stream(side)
+
+
+@functools.lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def shared_decode(

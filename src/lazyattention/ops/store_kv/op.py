@@ -17,6 +17,7 @@ def store_kv(
     *,
     store_turns: torch.Tensor | None = None,
     rotary: LayerRotary | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Copy each token's key and value to its slot. Exact up to the rounding of turned keys.
 
@@ -28,6 +29,7 @@ def store_kv(
         slot_mapping: int64 `[num_tokens]`; -1 = do not store. Slots are distinct.
         store_turns: int64 `[num_tokens]`: turn each key by this many tokens on the way, or None.
         rotary: How this layer's keys turn; needed with store_turns.
+        kv_scales: float32 `[num_kv_heads]` each: store keys and values divided by these, or None.
 
     Raises:
         ValueError: A shape or dtype differs from the above.
@@ -40,9 +42,13 @@ def store_kv(
         # Imported here: triton does not come with CPU builds of torch.
         from lazyattention.ops.store_kv.kernel import store_kv_triton
 
-        store_kv_triton(k, v, k_cache, v_cache, slot_mapping, store_turns=store_turns, rotary=rotary)
+        store_kv_triton(
+            k, v, k_cache, v_cache, slot_mapping, store_turns=store_turns, rotary=rotary, kv_scales=kv_scales
+        )
         return
     if store_turns is not None and rotary is not None and rotary.inv_freq is not None:
         dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
         k = turn(k, *turn_table(rotary.inv_freq, store_turns, dtype), rotary)
+    if kv_scales is not None:
+        k, v = k / kv_scales[0][:, None], v / kv_scales[1][:, None]
     store_kv_reference(k, v, k_cache, v_cache, slot_mapping)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """chunk_prefill's tiles without a mask on Hopper GPUs, in Gluon: every warp group has one job.
 
-Two warp groups attend, 64 query rows each; one warp copies key and value tiles into shared memory ahead of them; one
-warp group loads and turns the query tile for the next segment while the current one is attended to, so that turning
-costs no time of its own. Barriers count: a `full` one says a buffer may be read, an `empty` one that it may be written.
+Two warp groups attend, 64 query rows each, and take turns: while one multiplies, the other exponentiates. One warp
+copies key and value tiles into shared memory ahead of them. One warp group loads and turns the query tile for the next
+segment while the current one is attended to, so that turning costs no time of its own. A `full` barrier says that a
+buffer may be read, an `empty` one that it may be written.
 """
 
 import torch
@@ -105,10 +106,25 @@ def _turn_queries(
 
 
 @gluon.jit
+def _score(q_first, q_second, k_first, k_second, no_scores):
+    scores = warpgroup_mma(q_first, k_first.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    return warpgroup_mma(q_second, k_second.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _fold(scores, running_max, running_sum, scale_base2):
+    new_max = gl.maximum(running_max, gl.max(scores, 1) * scale_base2)
+    weights = gl.exp2(scores * scale_base2 - gl.expand_dims(new_max, 1))
+    keep = gl.exp2(running_max - new_max)
+    return weights, keep, new_max, running_sum * keep + gl.sum(weights, 1)
+
+
+@gluon.jit
 def _attend(
-    part_of_tile, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
+    part_of_tile: gl.constexpr, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head,
+    scale_base2, q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
+    HAS_ORDER: gl.constexpr,
 ):  # fmt: skip
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
@@ -117,43 +133,60 @@ def _attend(
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_start, num_tokens, token_start = gl.load(task_ptr), gl.load(task_ptr + 1), gl.load(task_ptr + 2)
     full_start, full_end = gl.load(task_ptr + 3), gl.load(task_ptr + 4)
+    first_segment = gl.load(task_ptr + 7)
     no_scores = gl.zeros([_GROUP_ROWS, TILE_KV], gl.float32, score_layout)
     acc = gl.zeros([_GROUP_ROWS, V_DIM], gl.float32, acc_layout)
     running_max = gl.full([_GROUP_ROWS], float("-inf"), gl.float32, row_layout)
     running_sum = gl.zeros([_GROUP_ROWS], gl.float32, row_layout)
-    count = 0
+
     num_segments = 0
-    for segment in range(gl.load(task_ptr + 7), gl.load(task_ptr + 8)):
-        first_tile = gl.maximum(gl.load(segments_ptr + segment), full_start)
-        end_tile = gl.minimum(gl.load(segments_ptr + segment + 1), full_end)
+    segment_end = gl.load(segments_ptr + first_segment + 1)
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    scores = _score(
+        q_first.index(part_of_tile), q_second.index(part_of_tile), k_first.index(0), k_second.index(0), no_scores
+    )
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    _thread_barrier()
+    mbarrier.arrive(k_empty.index(0), count=1)
+    weights, keep, running_max, running_sum = _fold(scores, running_max, running_sum, scale_base2)
+    weights = gl.convert_layout(weights.to(v.dtype), weights_layout)
+    count = 1
+    for tile in range(full_start + 1, full_end):
+        # All scores of the last tile are there, so the query buffer is free when its segment has ended.
+        is_new = tile == segment_end
+        mbarrier.arrive(q_empty.index(num_segments % 2), count=1, pred=is_new)
+        num_segments += is_new.to(gl.int32)
+        segment_end = gl.load(segments_ptr + first_segment + num_segments + 1)
         buffer = num_segments % 2
-        mbarrier.wait(q_full.index(buffer), (num_segments // 2) & 1)
-        first, second = q_first.index(buffer * 2 + part_of_tile), q_second.index(buffer * 2 + part_of_tile)
-        for _ in range(first_tile, end_tile):
-            stage = count % STAGES
-            turn = (count // STAGES) & 1
-            mbarrier.wait(k_full.index(stage), turn)
-            scores = warpgroup_mma(first, k_first.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma(second, k_second.index(stage).permute((1, 0)), scores, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            _thread_barrier()
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            new_max = gl.maximum(running_max, gl.max(scores, 1) * scale_base2)
-            weights = gl.exp2(scores * scale_base2 - gl.expand_dims(new_max, 1))
-            keep = gl.exp2(running_max - new_max)
-            running_sum = running_sum * keep + gl.sum(weights, 1)
-            running_max = new_max
-            weights = gl.convert_layout(weights.to(v.dtype), weights_layout)
-            acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
-            mbarrier.wait(v_full.index(stage), turn)
-            acc = warpgroup_mma(weights, v.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            _thread_barrier()
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            count += 1
+        mbarrier.wait(q_full.index(buffer), (num_segments // 2) & 1, pred=is_new)
+        stage, turn = count % STAGES, (count // STAGES) & 1
+        last_stage, last_turn = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), turn)
+        acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
+        mbarrier.wait(v_full.index(last_stage), last_turn)
+        if HAS_ORDER:
+            # One warp group multiplies while the other one exponentiates.
+            mbarrier.wait(order.index(part_of_tile), ((count - 1) & 1) ^ (1 - part_of_tile))
+        scores = _score(
+            q_first.index(buffer * 2 + part_of_tile), q_second.index(buffer * 2 + part_of_tile), k_first.index(stage),
+            k_second.index(stage), no_scores,
+        )  # fmt: skip
+        acc = warpgroup_mma(weights, v.index(last_stage), acc, is_async=True)
+        if HAS_ORDER:
+            mbarrier.arrive(order.index(1 - part_of_tile), count=1)
+        scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
         _thread_barrier()
-        mbarrier.arrive(q_empty.index(buffer), count=1)
-        num_segments += 1  # noqa: SIM113
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(v_empty.index(last_stage), count=1)
+        weights, keep, running_max, running_sum = _fold(scores, running_max, running_sum, scale_base2)
+        weights = gl.convert_layout(weights.to(v.dtype), weights_layout)
+        count += 1
+    last_stage, last_turn = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
+    acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
+    mbarrier.wait(v_full.index(last_stage), last_turn)
+    acc = warpgroup_mma(weights, v.index(last_stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
 
     m = gl.arange(0, _GROUP_ROWS, layout=acc_row_layout) + part_of_tile * _GROUP_ROWS
     row = m // GROUP
@@ -179,26 +212,28 @@ def _attend(
 @gluon.jit
 def _attend_second(
     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
+    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
+    HAS_ORDER: gl.constexpr,
 ):  # fmt: skip
     _attend(
         1, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-        q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
+        q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
+        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES, HAS_ORDER,
     )  # fmt: skip
 
 
 @gluon.jit
 def _attend_first(
     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
+    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
+    HAS_ORDER: gl.constexpr,
 ):  # fmt: skip
     _attend(
         0, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-        q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
+        q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
+        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES, HAS_ORDER,
     )  # fmt: skip
 
 
@@ -225,6 +260,8 @@ def _chunk_prefill_hopper_kernel(
     TILE_KV: gl.constexpr,
     STAGES: gl.constexpr,
     IS_TURNED: gl.constexpr,
+    HAS_ORDER: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr,
 ):
     task, head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
     task_ptr = tasks_ptr + task * 10
@@ -243,6 +280,7 @@ def _chunk_prefill_hopper_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -251,6 +289,7 @@ def _chunk_prefill_hopper_kernel(
     for buffer in gl.static_range(2):
         mbarrier.init(q_full.index(buffer), count=1)
         mbarrier.init(q_empty.index(buffer), count=2)
+        mbarrier.init(order.index(buffer), count=1)
     fence_async_shared()
     _thread_barrier()
     # Registers per thread: the first warp group takes what the others leave of 512 per four warps.
@@ -260,16 +299,16 @@ def _chunk_prefill_hopper_kernel(
                 _attend_first,
                 (
                     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-                    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
+                    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
+                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES, HAS_ORDER,
                 ),
             ),
             (
                 _attend_second,
                 (
                     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-                    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
+                    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
+                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES, HAS_ORDER,
                 ),
             ),
             (
@@ -288,7 +327,7 @@ def _chunk_prefill_hopper_kernel(
             ),
         ],
         [4, 4, 1],
-        [200, 88, 24],
+        [ATTEND_REGISTERS, 488 - 2 * ATTEND_REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -300,6 +339,9 @@ def unmasked_prefill_hopper(
     states: PartialStates,
     rotary: LayerRotary,
     options: AttendOptions,
+    *,
+    has_order: bool = True,
+    attend_registers: int = 200,
 ) -> None:
     """Run `tasks.apart`; tiles are 128 query rows and `tasks.shape.tile_kv` keys."""
     assert tasks.shape.tile_m == 2 * _GROUP_ROWS.value
@@ -332,5 +374,7 @@ def unmasked_prefill_hopper(
         tile_kv,
         2,
         is_turned,
+        has_order,
+        attend_registers,
         num_warps=4,
     )
