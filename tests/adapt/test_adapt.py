@@ -276,6 +276,19 @@ def test_gold_answers_can_be_learnt(tmp_path):
         run_adapt(load_tiny(), request_of(tmp_path / "other", config, data=(str(path),)))
 
 
+def test_a_16_bit_model_is_trained_with_a_float32_adapter(tmp_path):
+    from safetensors.torch import load_file
+
+    model = tiny_model(**MODEL).to(torch.bfloat16)
+    loaded = wrap_model(model, tiny_tokenizer(), name="tiny")
+    log = run_adapt(loaded, request_of(tmp_path / "a", replace(SMALL, max_steps=12, eval_steps=6)))
+    assert log.num_skipped == 0
+    assert min(e["chunk"] for e in log.evaluations) < 0.9 * log.evaluations[0]["chunk"]
+    kept = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+    assert model.model.layers[0].mlp.down_proj.base_layer.weight.dtype == torch.bfloat16
+
+
 def test_a_model_trained_under_other_attention_is_refused(tmp_path, monkeypatch):
     import lazyattention.adapt.attention as attention_module
 

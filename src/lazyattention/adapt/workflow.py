@@ -108,6 +108,7 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
         data=list(request.data),
         num_samples=len(samples),
         sampling_s=sampling_s,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(loaded.device) if loaded.device.type == "cuda" else None,
         environment=describe_environment(),
     )
     return log

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluation script runs from end to end, small, and its table is made of what it measured."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures.tiny_models import save_tiny, tiny_model
+
+
+@pytest.fixture
+def script(monkeypatch):
+    folder = Path(__file__).parents[2] / "evaluation"
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("gpu_adapt")
+    for name in ("gpu_adapt", "tasks"):
+        sys.modules.pop(name, None)
+
+
+def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
+    model = tiny_model(num_hidden_layers=2, hidden_size=32, intermediate_size=48, max_position_embeddings=8192)
+    folder = save_tiny(tmp_path / "model", model)
+    small = script.TASKS["needle-10"]
+    tasks = {"needle-2": script.TASKS["needle-10"].__class__(small.dataset, None, 2, 3)}
+    monkeypatch.setattr(script, "TASKS", tasks)
+    monkeypatch.setattr(script, "_PLAIN_PROMPT_LEN", 12)
+    monkeypatch.setattr(script, "_PLAIN_TARGET_LEN", 4)
+    arguments = f"--model {folder} --data-folder {tmp_path} --out {tmp_path / 'out'} --tasks needle-2 --num-questions 3"
+    arguments += " --train needle --train-questions 6 --train-documents 2 2 --max-steps 2 --eval-steps 1 --rank 4"
+    arguments += " --max-tokens 3 --group-size 3 --num-plain 2 --num-blocks 1200"
+    monkeypatch.setattr(sys, "argv", ["gpu_adapt.py", *arguments.split()])
+    script.main()
+    result = json.loads((tmp_path / "out" / "model-adapt.json").read_text())
+    assert result["training"]["num_steps"] == 2
+    stages = result["tasks"]["needle-2"]
+    assert set(stages) == {"unadapted", "adapted"}
+    before = stages["unadapted"]["options"]["full"]["gold_nll"]["value"]["mean"]
+    after = stages["adapted"]["options"]["isolated"]["gold_nll"]["value"]["mean"]
+    against = result["against_unadapted_full"]["needle-2"]["options"]["isolated"]["gold_nll"]["difference"]
+    assert against["mean"] == pytest.approx(after - before)
+    assert len(result["plain_text_nll"]["adapted"]) == 2
+    assert "needle-2" in capsys.readouterr().out
+    # Started again, it measures and trains nothing anew.
+    monkeypatch.setattr(script, "adapt_stage", lambda *_: pytest.fail("trained again"))
+    script.main()
