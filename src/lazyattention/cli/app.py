@@ -84,7 +84,7 @@ app.command("ask", cls=AskCommand)(with_engine_options(ask))
 app.command("serve")(with_engine_options(serve_command))
 app.add_typer(documents_app, name="documents")
 app.command("quality")(with_engine_options(quality_command))
-app.command("adapt")(adapt_command)
+app.command("adapt")(with_engine_options(adapt_command))
 
 
 @app.command()
