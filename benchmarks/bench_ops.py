@@ -111,6 +111,7 @@ class Problem:
             sliding_window=None,
             decode_few=tiles.decode_few,
             decode_many=tiles.decode_many,
+            decode_unturned=tiles.decode_unturned,
             prefill=tiles.prefill,
             prefill_unturned=tiles.prefill_unturned,
             num_programs=num_multiprocessors(DEVICE),

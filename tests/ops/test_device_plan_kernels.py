@@ -130,6 +130,7 @@ def test_rows_of_several_requests_share_a_task_and_long_ranges_are_cut():
         sliding_window=None,
         decode_few=TileShape(4, 16, 4, 1),
         decode_many=TileShape(16, 16, 4, 1),
+        decode_unturned=TileShape(16, 16, 4, 1),
         prefill=TileShape(32, 16, 4, 1),
         prefill_unturned=TileShape(32, 16, 4, 1),
         num_programs=16,

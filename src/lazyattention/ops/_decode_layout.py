@@ -68,13 +68,14 @@ def lay_out_decode(
     # Where every row ends within the range, the rows say where keys end, also after the text has grown.
     ends_inside = np.maximum.reduceat(last_keys[order], starts) < num_keys
 
-    rows_few, rows_many = (max(1, shape.tile_m // spec.group) for shape in (spec.decode_few, spec.decode_many))
-    is_many = counts > rows_few
+    few, many = (spec.decode_few, spec.decode_many) if keys_turned else (spec.decode_unturned, spec.decode_unturned)
+    rows_few, rows_many = max(1, few.tile_m // spec.group), max(1, many.tile_m // spec.group)
+    is_many = (counts > rows_few) & keys_turned
     rows_per_tile = np.where(is_many, rows_many, rows_few)
     row_tiles = -(-counts // rows_per_tile)
-    tile_kv = np.where(is_many, spec.decode_many.tile_kv, spec.decode_few.tile_kv)
+    tile_kv = np.where(is_many, many.tile_kv, few.tile_kv)
     key_tiles = -(-num_keys // tile_kv)
-    num_parts = _num_parts(num_keys, row_tiles, spec)
+    num_parts = _num_parts(num_keys, row_tiles, max(few.tile_kv, many.tile_kv), spec)
     task_counts = row_tiles * num_parts
     item = np.repeat(np.arange(len(starts)), task_counts)
     inner = concatenated_ranges(np.zeros_like(task_counts), task_counts)
@@ -125,9 +126,8 @@ def _rows_of(arrays: PlanArrays, chosen: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.repeat(ranges, sizes), concatenated_ranges(starts, sizes), np.repeat(deltas, sizes)
 
 
-def _num_parts(num_keys: np.ndarray, row_tiles: np.ndarray, spec: LayoutSpec) -> np.ndarray:
+def _num_parts(num_keys: np.ndarray, row_tiles: np.ndarray, tile: int, spec: LayoutSpec) -> np.ndarray:
     """Return parts per item: enough programs to fill the device."""
-    tile = max(spec.decode_few.tile_kv, spec.decode_many.tile_kv)
     work = int((num_keys * row_tiles).sum()) * spec.num_kv_heads
     wanted = -(-work // (_PROGRAMS_PER_MULTIPROCESSOR * spec.num_programs * tile)) * tile
     longest = min(max(wanted, _MIN_PART_TILES * tile), _MAX_PART_KEYS)

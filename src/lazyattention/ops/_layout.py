@@ -53,6 +53,7 @@ class LayoutSpec:
         sliding_window: Of the layer, tokens, or None.
         decode_few: Tiles of shared_decode over ranges whose rows fit into one of these.
         decode_many: Tiles of shared_decode over ranges with more rows.
+        decode_unturned: Tiles of shared_decode over keys stored unturned.
         prefill: Tiles of chunk_prefill over keys stored turned.
         prefill_unturned: Likewise, unturned.
         num_programs: Programs the device runs at once.
@@ -66,6 +67,7 @@ class LayoutSpec:
     sliding_window: int | None
     decode_few: TileShape
     decode_many: TileShape
+    decode_unturned: TileShape
     prefill: TileShape
     prefill_unturned: TileShape
     num_programs: int

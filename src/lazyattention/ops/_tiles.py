@@ -35,6 +35,7 @@ class Tiles:
     Attributes:
         decode_few: shared_decode when ranges have few rows each.
         decode_many: shared_decode when many rows share ranges.
+        decode_unturned: shared_decode over keys stored unturned.
         prefill: chunk_prefill over keys stored turned.
         prefill_unturned: chunk_prefill over keys stored unturned.
         prefill_min_rows: Rows of one request (tokens times query heads per KV head) from which it goes to
@@ -43,6 +44,7 @@ class Tiles:
 
     decode_few: TileShape
     decode_many: TileShape
+    decode_unturned: TileShape
     prefill: TileShape
     prefill_unturned: TileShape
     prefill_min_rows: int = 64
@@ -50,24 +52,56 @@ class Tiles:
 
 # Largest padded head_dim -> tiles, 16-bit KV, measured on an H200: docs/kernels.md.
 _TILES = {
-    64: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 128, 4, 2, 1), TileShape(128, 128, 8, 3), TileShape(64, 64, 4, 1)),
-    128: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 64, 4, 2, 1), TileShape(128, 128, 8, 2), TileShape(64, 64, 4, 1)),
-    256: Tiles(TileShape(16, 32, 4, 2), TileShape(64, 32, 4, 3, 1), TileShape(128, 64, 8, 2), TileShape(64, 32, 4, 1)),
+    64: Tiles(
+        decode_few=TileShape(16, 64, 4, 2),
+        decode_many=TileShape(64, 128, 4, 2, 1),
+        decode_unturned=TileShape(16, 64, 4, 2),
+        prefill=TileShape(128, 128, 8, 3),
+        prefill_unturned=TileShape(128, 64, 8, 2),
+    ),
+    128: Tiles(
+        decode_few=TileShape(16, 64, 4, 2),
+        decode_many=TileShape(64, 64, 4, 2, 1),
+        decode_unturned=TileShape(16, 32, 4, 2),
+        prefill=TileShape(128, 128, 8, 2),
+        prefill_unturned=TileShape(128, 32, 8, 2),
+    ),
+    256: Tiles(
+        decode_few=TileShape(16, 32, 4, 2),
+        decode_many=TileShape(64, 32, 4, 3, 1),
+        decode_unturned=TileShape(16, 16, 4, 2),
+        prefill=TileShape(128, 64, 8, 2),
+        prefill_unturned=TileShape(64, 16, 4, 2),
+    ),
 }
 # Likewise for GPUs whose programs have at most 100 KB of shared memory; chosen to fit, not measured.
-_SMALL_TILES = {
-    64: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 32, 4, 2), TileShape(64, 64, 4, 2), TileShape(64, 32, 4, 1)),
-    128: Tiles(TileShape(16, 64, 4, 2), TileShape(64, 32, 4, 2), TileShape(64, 32, 4, 2), TileShape(64, 32, 4, 1)),
-    256: Tiles(TileShape(16, 32, 4, 2), TileShape(32, 32, 4, 2), TileShape(64, 16, 4, 2), TileShape(64, 16, 4, 1)),
-}
 _SMALL_MEMORY_BYTES = 160 * 1024
+_SMALL_TILES = {
+    padded: Tiles(
+        decode_few=TileShape(16, 32 if padded == 256 else 64, 4, 2),
+        decode_many=TileShape(32 if padded == 256 else 64, 32, 4, 2),
+        decode_unturned=TileShape(16, 16 if padded == 256 else 32, 4, 2),
+        prefill=TileShape(64, 16 if padded == 256 else 32, 4, 2),
+        prefill_unturned=TileShape(64, 16 if padded == 256 else 32, 4, 2),
+    )
+    for padded in _TILES
+}
 # float32 is for tests: half the keys per step, so that shared memory suffices.
 _FLOAT32_TILES = Tiles(
-    TileShape(16, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 2), TileShape(32, 16, 4, 1)
+    decode_few=TileShape(16, 16, 4, 2),
+    decode_many=TileShape(32, 16, 4, 2),
+    decode_unturned=TileShape(16, 16, 4, 2),
+    prefill=TileShape(32, 16, 4, 2),
+    prefill_unturned=TileShape(32, 16, 4, 1),
 )
 # The interpreter: small tiles, so that small tests have several.
 _INTERPRETED_TILES = Tiles(
-    TileShape(16, 16, 4, 1), TileShape(64, 32, 4, 1, 1), TileShape(32, 16, 4, 1), TileShape(16, 32, 4, 1), 32
+    decode_few=TileShape(16, 16, 4, 1),
+    decode_many=TileShape(64, 32, 4, 1, 1),
+    decode_unturned=TileShape(16, 16, 4, 1),
+    prefill=TileShape(32, 16, 4, 1),
+    prefill_unturned=TileShape(16, 32, 4, 1),
+    prefill_min_rows=32,
 )
 
 

@@ -109,6 +109,7 @@ def layout_spec(
         sliding_window=options.sliding_window,
         decode_few=tiles.decode_few,
         decode_many=tiles.decode_many,
+        decode_unturned=tiles.decode_unturned,
         prefill=tiles.prefill,
         prefill_unturned=tiles.prefill_unturned,
         num_programs=num_multiprocessors(q.device),

@@ -166,7 +166,7 @@ class PackedLayout:
             for i in range(2)
             if self.offsets[f"prefill{i}.tasks"][1] or self.offsets[f"prefill{i}.apart"][1]
         )
-        return DevicePlan(decode, prefill, self.num_parts, counts[4:5], view("merge_tokens"), view("merge_starts"))
+        return DevicePlan(decode, prefill, self.num_parts, counts[3:4], view("merge_tokens"), view("merge_starts"))
 
 
 def pack(
@@ -204,23 +204,24 @@ def _decode_launches(spec: LayoutSpec) -> list[tuple[int, str, int, TileShape]]:
     return [
         (0, "many", 0, spec.decode_many),
         (0, "few", 1, spec.decode_few),
-        (1, "many", 2, spec.decode_many),
-        (1, "few", 3, spec.decode_few),
+        (1, "few", 2, spec.decode_unturned),
     ]
 
 
 def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> dict[str, np.ndarray]:
+    turned, unturned = layout.decode
     named = {
         "counts": np.array(
             [*(len(tasks) for d in layout.decode for tasks in (d.many, d.few)), len(layout.merge_tokens)]
         ),
+        "decode0.many": turned.many,
         "merge_tokens": layout.merge_tokens,
         "merge_starts": layout.merge_starts,
         "blocks": np.empty(0, np.int32) if blocks is None else blocks,
     }
     for i in range(2):
         decode, prefill = layout.decode[i], layout.prefill[i]
-        named |= {f"decode{i}.many": decode.many, f"decode{i}.few": decode.few, f"decode{i}.rows": decode.rows}
+        named |= {f"decode{i}.few": decode.few, f"decode{i}.rows": decode.rows}
         named |= {
             f"prefill{i}.tasks": prefill.tasks.tasks,
             f"prefill{i}.apart": prefill.apart.tasks,

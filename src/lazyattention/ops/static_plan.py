@@ -40,14 +40,13 @@ class StaticCapacity:
             f"prefill{i}.{name}": 0 for i in range(2) for name in ("tasks", "apart", "tiles", "masked", "part_bases")
         }
         return prefill | {
-            "counts": 5,
+            "counts": 4,
             "merge_tokens": self.num_tokens,
             "merge_starts": self.num_tokens + 1,
             "blocks": 0,
             "decode0.many": self.max_tasks * 8,
             "decode0.few": self.max_tasks * 8,
             "decode0.rows": self.max_rows * 4,
-            "decode1.many": self.max_tasks * 8 * unturned,
             "decode1.few": self.max_tasks * 8 * unturned,
             "decode1.rows": self.max_rows * 4 * unturned,
             "prefill0.segments": 0,
