@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lazyattention.errors import ConfigError
+from lazyattention.ops.device_plan import send
 from lazyattention.ops.rotary import LayerRotary
 from lazyattention.ops.rotate import copy_turned
 
@@ -58,7 +59,7 @@ class KVPool:
     ) -> None:
         """Copy slots in every layer, turning the keys by `deltas`; all int64 `[num_copies]`."""
         device = self.layers[0][0].device
-        source, target, delta = (torch.from_numpy(x).to(device) for x in (source_slots, target_slots, deltas))
+        source, target, delta = send(np.stack((source_slots, target_slots, deltas)), device)
         for (k_cache, v_cache), rotary in zip(self.layers, rotaries, strict=True):
             copy_turned(k_cache, v_cache, source, target, delta, rotary)
 

@@ -6,11 +6,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lazyattention.engine.logits import apply_penalties, gumbel_noise, mask_unlikely
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import LazyAttentionError, RequestError
+from lazyattention.ops.device_plan import send
 from lazyattention.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -119,8 +121,11 @@ class Sampler:
         adjusted = self._adjust(raw, rows, errors)
         picked = adjusted.argmax(dim=1)
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-        if drawn:
-            picked[drawn] = _draw(adjusted[drawn], [rows[i] for i in drawn])
+        if len(drawn) == len(rows):
+            picked = _draw(adjusted, rows)
+        elif drawn:
+            index = send(np.array(drawn), adjusted.device)
+            picked[index] = _draw(adjusted[index], [rows[i] for i in drawn])
         return _finish(raw, adjusted, picked, rows, errors)
 
     def _adjust(
@@ -194,19 +199,20 @@ def _add_bias(logits: torch.Tensor, row: SamplingRow) -> None:
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Draw one token per row: int64 `[num_rows]`."""
-    device, vocab_size = logits.device, logits.shape[1]
+    vocab_size = logits.shape[1]
     params = [row.params for row in rows]
-    temperature = torch.tensor([p.temperature for p in params], device=device)
-    scaled = logits / temperature.unsqueeze(1)
+    # One transfer; float64 carries all of these exactly.
+    numbers = [
+        (p.temperature, p.top_k if p.top_k > 0 else vocab_size, p.top_p, p.min_p, *_draw_key(row))
+        for p, row in zip(params, rows, strict=True)
+    ]
+    sent = send(np.array(numbers, dtype=np.float64), logits.device)
+    scaled = logits / sent[:, 0:1].float()
     if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
         scaled = mask_unlikely(
-            scaled,
-            top_k=torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=device),
-            top_p=torch.tensor([p.top_p for p in params], device=device),
-            min_p=torch.tensor([p.min_p for p in params], device=device),
+            scaled, top_k=sent[:, 1].to(torch.int64), top_p=sent[:, 2].float(), min_p=sent[:, 3].float()
         )
-    keys = torch.tensor([_draw_key(row) for row in rows], dtype=torch.int32, device=device)
-    return (scaled + gumbel_noise(keys, vocab_size)).argmax(dim=1)
+    return (scaled + gumbel_noise(sent[:, 4:6].to(torch.int32), vocab_size)).argmax(dim=1)
 
 
 def _draw_key(row: SamplingRow) -> tuple[int, int]:
