@@ -71,6 +71,13 @@ def test_a_broken_file_is_named(cache_dir):
         decide("weights", config())
 
 
+def test_a_loss_that_cannot_be_kept_is_said(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(envs, "CACHE_DIR", tmp_path / "file")
+    with pytest.raises(ConfigError, match="LAZYATTENTION_CACHE_DIR"):
+        remember_loss("weights", config(), SMALL)
+
+
 def test_requests_follow_the_gate_or_overrule_it():
     engine = make_engine(loaded_tiny(num_hidden_layers=2), max_loss=0.1)
     layout = prompt("p11 d9 d16 t5")

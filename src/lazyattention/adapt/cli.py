@@ -5,13 +5,12 @@ Heavy imports stand inside the command, so that `--help` answers at once.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from lazyattention import envs
-from lazyattention.config import ENCODINGS
 from lazyattention.errors import ConfigError
 
 _out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
@@ -40,9 +39,6 @@ def adapt_command(
     objective: Annotated[
         str, typer.Option(help="distill = the model's own full-attention answers, no labels; labels = gold answers.")
     ] = "distill",
-    encoding: Annotated[str, typer.Option(help=f"What a chunk sees when encoded: {' or '.join(ENCODINGS)}.")] = (
-        "after_preamble"
-    ),
     system: Annotated[str | None, typer.Option(help='System message; "" = none.', show_default="short answers")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
     rank: Annotated[int, typer.Option(min=1, help="Of the LoRA matrices.")] = 32,
@@ -59,10 +55,13 @@ def adapt_command(
     eval_steps: Annotated[int, typer.Option(min=1, help="Steps between held-out measurements (checkpoints).")] = 25,
     patience: Annotated[int, typer.Option(min=1, help="Measurements without improvement until training stops.")] = 4,
     held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for these measurements.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of questions, order and initial matrices.")] = 0,
-    max_chunk_len: Annotated[int, typer.Option(min=1, help="As for serving: longer documents are split.")] = 1024,
+    engine_options: dict[str, Any] | None = None,
 ) -> None:
-    """Train an adapter, without labels, that takes back what reuse costs in answers."""
+    """Train an adapter, without labels, that takes back what reuse costs in answers.
+
+    The engine's options (encoding, chat template, chunk length) must be those it is served with. --seed also decides
+    questions, order and initial matrices.
+    """
     from lazyattention.adapt.config import AdaptConfig
     from lazyattention.adapt.objectives import OBJECTIVES
     from lazyattention.adapt.workflow import AdaptRequest, run_adapt
@@ -71,9 +70,10 @@ def adapt_command(
     from lazyattention.quality.measure import SHORT_ANSWERS
 
     OBJECTIVES[objective]
+    engine_config = EngineConfig.of(None, **(engine_options or {}))
     config = AdaptConfig(
         objective=objective,
-        encoding=encoding,
+        encoding=engine_config.encoding,
         rank=rank,
         alpha=2 * rank,
         learning_rate=learning_rate,
@@ -85,7 +85,7 @@ def adapt_command(
         eval_steps=eval_steps,
         patience=patience,
         held_out=held_out,
-        seed=seed,
+        seed=engine_config.seed or 0,
     )
     request = AdaptRequest(
         data=tuple(data),
@@ -98,7 +98,7 @@ def adapt_command(
         progress=envs.PROGRESS,
     )
     loaded = load_model(model, dtype=dtype, device=device, progress=_err.is_terminal and envs.PROGRESS)
-    log = run_adapt(loaded, request, EngineConfig.of(None, max_chunk_len=max_chunk_len))
+    log = run_adapt(loaded, request, engine_config)
     first = log.evaluations[0]
     best = next(evaluation for evaluation in log.evaluations if evaluation["step"] == log.best_step)
     _out.print(f"adapter: {output}")

@@ -53,12 +53,22 @@ class GateDecision:
 
 
 def remember_loss(weights_id: str, config: EngineConfig, measured: MeasuredLoss) -> Path:
-    """Keep a loss for engines of these weights and options; the newest one counts. Returns the file."""
+    """Keep a loss for engines of these weights and options; the newest one counts. Returns the file.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
     path = _path(weights_id, config)
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(f".{os.getpid()}.new")
-    new.write_text(json.dumps(asdict(measured), indent=2) + "\n", encoding="utf-8")
-    new.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(asdict(measured), indent=2) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the measured loss cannot be kept in {path.parent}: {error}; set LAZYATTENTION_CACHE_DIR to a folder that can "
+            "be written"
+        ) from error
     return path
 
 

@@ -54,13 +54,12 @@ def quality_command(
     against: Annotated[
         Path | None, typer.Option(help="Output folder of another run to compare with, such as one without the adapter.")
     ] = None,
-    question_seed: Annotated[int, typer.Option(help="Of drawn questions and documents.")] = 0,
     plot: Annotated[bool, typer.Option(help="Draw plot.png (needs matplotlib).")] = True,
     remember: Annotated[bool, typer.Option(help="Keep the loss for --max-loss.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
     engine_options: dict[str, Any] | None = None,
 ) -> None:
-    """Measure what reuse costs in answers, compared with full attention."""
+    """Measure what reuse costs in answers, compared with full attention. --seed also decides which questions are drawn."""
     from lazyattention.config import EngineConfig
     from lazyattention.quality.measure import SHORT_ANSWERS, MeasureConfig
     from lazyattention.quality.workflow import QualityRequest, run_quality
@@ -73,21 +72,21 @@ def quality_command(
         max_tokens=max_tokens,
         group_size=group_size,
     )
+    # Measuring compares both sides whatever the gate says.
+    engine_config = EngineConfig.of(None, **{**(engine_options or {}), "max_loss": None})
     request = QualityRequest(
         data=tuple(data),
         output=output,
         documents=tuple(documents or ()),
         num_documents=tuple(dict.fromkeys(num_documents or (10,))),
         num_questions=num_questions,
-        seed=question_seed,
+        seed=engine_config.seed or 0,
         config=config,
         against=against,
         with_plot=plot,
         with_gate=remember,
         progress=envs.PROGRESS,
     )
-    # Measuring compares both sides whatever the gate says.
-    engine_config = EngineConfig.of(None, **{**(engine_options or {}), "max_loss": None})
     from lazyattention.engine.engine import Engine
     from lazyattention.models.loader import load_model
 
