@@ -46,13 +46,13 @@ def wait_until(condition, timeout_s=10):
 
 
 def send_raw(url, raw):
-    """Send bytes on a fresh connection and return what comes back."""
+    """Send bytes on a fresh connection and return the head of what comes back, if anything does."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(raw)
         answer = b""
         with contextlib.suppress(ConnectionResetError):
-            while chunk := connection.recv(65536):
+            while b"\r\n\r\n" not in answer and (chunk := connection.recv(65536)):
                 answer += chunk
         return answer
 
