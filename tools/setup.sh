@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Makes .venv and installs the project into it. Called by the Makefile; safe to run again.
+#   tools/setup.sh                 the project and its development tools
+#   tools/setup.sh kernel-tests    what tests of GPU kernels need on a machine without a GPU
 #
 # torch is several GB when it comes with CUDA, so it is chosen with care:
 #   1. the Python in use has torch already (a GPU image, a conda environment): it is kept and never replaced;
@@ -61,7 +63,7 @@ install_torch() {
     die "no CPU build of torch $TORCH_VERSION could be installed; install torch yourself ('$VENV/bin/pip install torch') and run make again"
 }
 
-main() {
+base() {
   local python outer_torch torch_version
   python=$(find_python)
   outer_torch=$(torch_version_of "$python")
@@ -78,12 +80,17 @@ main() {
   say "installing lazyattention and its development tools (torch stays $torch_version)"
   echo "torch==$torch_version" > "$VENV/constraints.txt"
   "$VENV/bin/pip" install --quiet --constraint "$VENV/constraints.txt" --editable '.[dev]'
+}
 
+kernel_tests() {
   if [[ $(uname -s)-$(uname -m) == Linux-x86_64 ]] && ! "$VENV/bin/python" -c 'import triton' 2>/dev/null; then
     say "installing triton $TRITON_VERSION (kernel tests run in its interpreter)"
     "$VENV/bin/pip" install --quiet "triton==$TRITON_VERSION"
   fi
-  say "ready: $VENV"
 }
 
-main
+case ${1:-base} in
+  base) base ;;
+  kernel-tests) kernel_tests ;;
+  *) die "unknown part '$1'; parts are base and kernel-tests" ;;
+esac
