@@ -88,12 +88,12 @@ def roomy_answers():
     }
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
 def test_random_schedule_gives_the_tokens_of_a_roomy_run(seed):
     """Arrivals, aborts, evictions, preemptions and deletions in a pool that is too small; greedy and seeded sampling."""
     rng = random.Random(seed)
     engine = make_engine(
-        num_blocks=rng.randint(26, 40),
+        num_blocks=rng.randint(32, 44),
         block_size=4,
         max_num_batched_tokens=rng.choice([5, 16, 64]),
         max_num_seqs=rng.choice([3, 64]),
@@ -131,7 +131,7 @@ def test_random_schedule_gives_the_tokens_of_a_roomy_run(seed):
 
 
 def test_pool_too_small_for_all_at_once_preempts_and_answers_all():
-    engine = make_engine(num_blocks=24, block_size=4)
+    engine = make_engine(num_blocks=20, block_size=4)
     for name in "abcd":
         engine.add_request(name, prompt(f"p11 d19 t6-{name}"), SAMPLED)
     outputs = drain(engine)
