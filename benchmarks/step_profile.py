@@ -22,6 +22,11 @@ GROUPS = (
 )
 
 
+def group_of(kernel: str) -> str:
+    """Return what a kernel is for."""
+    return next(group for group, pattern in GROUPS if re.search(pattern, kernel))
+
+
 def profile_step(engine: Engine) -> dict[str, Any]:
     """Run one step under the profiler.
 
@@ -44,7 +49,7 @@ def profile_step(engine: Engine) -> dict[str, Any]:
             spans.append((event.time_range.start, event.time_range.end))
     groups: dict[str, float] = {}
     for name, (_, ms) in kernels.items():
-        group = next(group for group, pattern in GROUPS if re.search(pattern, name))
+        group = group_of(name)
         groups[group] = groups.get(group, 0.0) + ms
     longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:25]
     return {
