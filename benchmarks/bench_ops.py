@@ -442,8 +442,9 @@ def bench_plan() -> dict[str, float]:
     lens, positions_, slots_ = np.ones(256, np.int64), np.array(positions), np.array(slots)
     tiles = tiles_for(DEVICE, 128, torch.bfloat16)
     spec = LayoutSpec(
-        8, 4, BLOCK_SIZE, None, tiles.decode_few, tiles.decode_many, tiles.prefill, tiles.prefill_unturned, 132, 16
-    )
+        8, 4, BLOCK_SIZE, None, tiles.decode_few, tiles.decode_many, tiles.decode_unturned, tiles.prefill,
+        tiles.prefill_unturned, 132, 16,
+    )  # fmt: skip
 
     def step() -> None:
         builder.plan(builder.step(requests, lens, positions_, slots_)).device_plan(spec)

@@ -212,7 +212,7 @@ def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> dict[str, np.nda
     turned, unturned = layout.decode
     named = {
         "counts": np.array(
-            [*(len(tasks) for d in layout.decode for tasks in (d.many, d.few)), len(layout.merge_tokens)]
+            [len(turned.many), len(turned.few), len(unturned.few), len(layout.merge_tokens)], dtype=np.int32
         ),
         "decode0.many": turned.many,
         "merge_tokens": layout.merge_tokens,

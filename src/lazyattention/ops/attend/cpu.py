@@ -38,7 +38,8 @@ def attend_cpu(
     flat_v = v_cache.view(-1, *v_cache.shape[2:])
     for item in plan.items:
         rows = slice(item.row_start, item.row_end)
-        k, v = _gather(flat_k, item), _gather(flat_v, item)
+        # KV may be stored in another dtype than q's; it is read in q's.
+        k, v = _gather(flat_k, item).to(q.dtype), _gather(flat_v, item).to(q.dtype)
         if item.kv_range.keys_turned:
             item_q = turned[rows]
         else:
