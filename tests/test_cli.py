@@ -139,6 +139,9 @@ def test_documents_takes_all_existing_paths_after_it(folder, monkeypatch):
         (["-m", "./nowhere", "q"], "'./nowhere' does not exist"),
         (["-d", ".", "--text-encoding", "utf-9", "q"], "encoding 'utf-9' is not known"),
         (["--reuse-method", "rotate_qery", "q"], "did you mean 'rotate_query'"),
+        (["--adapter", "nowhere", "q"], "adapter"),
+        (["--dtype", "float17", "q"], "dtype"),
+        (["--device", "tpu:0", "q"], "device"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(args, message, model, monkeypatch, folder):
