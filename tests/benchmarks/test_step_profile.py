@@ -36,7 +36,7 @@ def test_kernels_are_grouped(kernel, group):
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_a_step_is_profiled():
-    engine = Engine(random_model("tiny"), EngineConfig.of(num_blocks=8))
+    engine = Engine(random_model("tiny"), EngineConfig.of(num_blocks=64))
     engine.add_request("profiled", PromptLayout.of_text([5, 6, 7]))
     result = profile_step(engine)
     assert engine.stats.num_steps == 1
