@@ -241,3 +241,12 @@ def test_missing_turn_would_show():
         encoding="after_preamble",
     )
     assert min(errors.values()) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", TOLERANCE), ("float16", 5e-3), ("bfloat16", 5e-2)])
+def test_kv_of_another_dtype_than_the_models_costs_its_rounding_only(kv_dtype, tolerance):
+    """The option was accepted, and then every request failed: the CPU's attention mixed the two dtypes."""
+    engine = make_engine(kv_dtype=kv_dtype)
+    some = {"one": PROMPTS["documents before the question"]}
+    errors = errors_of(engine, oracle_of(num_hidden_layers=2), some, encoding="after_preamble")
+    assert_small(errors, tolerance)
