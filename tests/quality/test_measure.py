@@ -20,7 +20,7 @@ from lazyattention.quality import measure as measure_module
 from lazyattention.quality.examples import QualityExample
 from lazyattention.quality.measure import MeasureConfig, answer_token_ids, layout_of, measure, read_records
 from lazyattention.quality.questions import passages_of, write_questions
-from lazyattention.quality.report import loss_of, summarize, summarize_against, summary_table
+from lazyattention.quality.report import group_table, loss_of, summarize, summarize_against, summary_table
 from lazyattention.quality.statistics import interval
 from lazyattention.quality.workflow import QualityRequest, run_quality
 
@@ -134,6 +134,8 @@ def test_the_summary_says_what_the_records_say(tmp_path):
     assert loss.loss == pytest.approx(sum(differences) / 4)
     assert loss_of(records, "isolated", "mine").answers == "nll"
     assert summary_table(summary, "title").row_count == 8
+    assert group_table(summary, "by_num_documents").row_count == 9
+    assert group_table(summarize(records[:1]), "by_num_documents") is None
     json.dumps(summary)
 
 

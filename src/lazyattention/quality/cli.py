@@ -110,7 +110,10 @@ def _print_report(report: dict[str, Any], output: Path) -> None:
         table = group_table(report["all"], grouping)
         if table is not None:
             _out.print(table)
-    _out.print("In brackets: difference to full attention, question by question, with its 95 % interval.")
+    _out.print(
+        "Below each value: its difference to full attention, question by question, and the 95 % interval. NLL and KL: nats "
+        "per token, along full attention's own answer (its answer) or the gold one."
+    )
     for name, loss in report["loss"].items():
         _out.print(
             f"loss of {name}: {loss['loss']:.3f} nats per answer token, at most {loss['loss_high']:.3f}; "

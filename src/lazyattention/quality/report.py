@@ -13,14 +13,14 @@ from lazyattention.quality.options import FULL_ATTENTION
 from lazyattention.quality.statistics import interval, paired_difference
 
 _TITLES = {
-    "nll": "NLL of full attention's answer",
-    "kl": "KL from full attention",
-    "gold_nll": "NLL of the gold answer",
-    "agreement": "same answer as full attention",
-    "gold_greedy": "gold answer is greedy",
+    "nll": "NLL, its answer",
+    "kl": "KL",
+    "gold_nll": "NLL, gold answer",
+    "agreement": "same answer",
+    "gold_greedy": "gold is greedy",
     "exact_match": "exact match",
     "f1": "F1",
-    "containment": "contains a gold answer",
+    "containment": "contains gold",
 }
 _GROUPINGS: dict[str, Callable[[Record], str | None]] = {
     "by_num_documents": lambda record: str(record.num_documents),
@@ -133,26 +133,22 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
 
 
 def group_table(summary: dict[str, Any], grouping: str) -> Table | None:
-    """One row per group of questions; None when there is only one group."""
+    """One row per group of questions and option; None when there is only one group."""
     groups = summary[grouping]
     if len(groups) < 2:
         return None
-    first = next(iter(groups.values()))["options"]
-    has_golds = "gold_nll" in first[FULL_ATTENTION.name]
-    metrics = ("gold_nll", "containment") if has_golds else ("kl", "agreement")
+    has_golds = all("gold_nll" in part["options"][FULL_ATTENTION.name] for part in groups.values())
+    metrics = ("gold_nll", "containment") if has_golds else ("nll", "agreement")
     table = Table(title=grouping.replace("_", " "), title_justify="left")
-    table.add_column("group")
-    table.add_column("questions", justify="right")
-    for metric in metrics:
-        for name in first:
-            table.add_column(f"{_TITLES[metric]}\n{name}", justify="right")
+    for title in ("group", "option"):
+        table.add_column(title)
+    for title in ("questions", *(_TITLES[metric] for metric in metrics)):
+        table.add_column(title, justify="right")
     for group, part in groups.items():
-        values = [
-            f"{part['options'][name][metric]['value']['mean']:.3f}" if metric in part["options"][name] else ""
-            for metric in metrics
-            for name in first
-        ]
-        table.add_row(group, str(part["num_questions"]), *values)
+        for name, found in part["options"].items():
+            values = [f"{found[metric]['value']['mean']:.3f}" for metric in metrics]
+            is_first = name == FULL_ATTENTION.name
+            table.add_row(group if is_first else "", name, str(part["num_questions"]) if is_first else "", *values)
     return table
 
 
@@ -161,4 +157,4 @@ def _cell(entry: dict[str, Any], *, is_full: bool) -> str:
     if is_full:
         return text
     difference = entry["difference"]
-    return f"{text}  ({difference['mean']:+.3f}, {difference['low']:+.3f} … {difference['high']:+.3f})"
+    return f"{text}\n{difference['mean']:+.3f} ({difference['low']:+.3f}…{difference['high']:+.3f})"
