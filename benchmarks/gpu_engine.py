@@ -399,7 +399,7 @@ def main() -> None:
     results["model"], results["random_weights"] = loaded.name, True
     mark(f"{loaded.name} built in {time.monotonic() - begun:.1f} s")
     if tests:
-        results["tests"] = finish_tests(tests, max(20.0, deadline - time.monotonic() - 150))
+        results["tests"] = finish_tests(tests, max(10.0, started + 0.35 * arguments.minutes * 60 - time.monotonic()))
         mark("tests")
         if any(test["returncode"] for test in results["tests"].values()) and not arguments.force:
             print("checks are red: nothing is measured")

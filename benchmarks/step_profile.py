@@ -33,11 +33,11 @@ def profile_step(engine: Engine) -> dict[str, Any]:
     Returns:
         `wall_ms` (with the profiler's own cost), `device_ms`, `groups` and the longest `kernels`: name, calls, ms.
     """
-    torch.cuda.synchronize()
+    _wait()
     before = engine.stats.step_s
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         engine.step()
-        torch.cuda.synchronize()
+        _wait()
     wall_ms = (engine.stats.step_s - before) * 1e3
     kernels: dict[str, list[float]] = {}
     spans = []
@@ -61,6 +61,11 @@ def profile_step(engine: Engine) -> dict[str, Any]:
         "groups": dict(sorted(groups.items(), key=lambda item: -item[1])),
         "kernels": [{"name": name, "calls": int(calls), "ms": ms} for name, (calls, ms) in longest],
     }
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def profile_table(title: str, result: dict[str, Any]) -> str:
