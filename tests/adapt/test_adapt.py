@@ -348,6 +348,7 @@ def test_the_command_adapts(tmp_path):
         "--rank",
         "4",
     ]
+    arguments += ["--gradient-checkpointing"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "held-out loss under the chunk mask" in result.output

@@ -54,6 +54,14 @@ def adapt_command(
     max_minutes: Annotated[float | None, typer.Option(help="Minutes of training at most.")] = None,
     eval_steps: Annotated[int, typer.Option(min=1, help="Steps between held-out measurements (checkpoints).")] = 25,
     patience: Annotated[int, typer.Option(min=1, help="Measurements without improvement until training stops.")] = 4,
+    gradient_checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            help="Recompute activations: less memory, a third more time.",
+            show_default="on a GPU",
+        ),
+    ] = None,
     held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for these measurements.")] = 64,
     engine_options: dict[str, Any] | None = None,
 ) -> None:
@@ -85,6 +93,7 @@ def adapt_command(
         eval_steps=eval_steps,
         patience=patience,
         held_out=held_out,
+        gradient_checkpointing=gradient_checkpointing,
         seed=engine_config.seed or 0,
     )
     request = AdaptRequest(
