@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every field of /v1/chat/completions and /v1/completions, asked for through the official client."""
 
+import asyncio
 import json
 
 import openai
@@ -248,3 +249,17 @@ async def test_the_served_name_can_be_chosen():
         answer = await client.post("/v1/chat/completions", json=chat_body(model="org/name"))
         assert answer.json()["model"] == "org/name"
         assert (await client.post("/v1/chat/completions", json=chat_body())).status_code == 404
+
+
+async def test_line_separators_of_unicode_do_not_break_events(client, engine):
+    engine.script = "one\u2028two\u0085three"
+    response = await client.post("/v1/chat/completions", json=chat_body(stream=True, max_tokens=60))
+    assert response.content.isascii()
+    events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == engine.script
+
+
+async def test_a_request_that_ended_leaves_no_timer_behind(client, engine):
+    assert (await client.post("/v1/chat/completions", json=chat_body(deadline_s=0.3))).status_code == 200
+    await asyncio.sleep(0.5)
+    assert engine.aborted == []

@@ -8,11 +8,16 @@ import pytest
 from tests.server.conftest import bearer, chat_body, client_of, two_scopes
 
 from fixtures.fake_engine import FakeEngine
+from lazyattention.documents.document import Document
 from lazyattention.errors import ConfigError
+from lazyattention.reuse import PromptLayout, Span
 from lazyattention.server.auth import Authenticator
 from lazyattention.server.config import ScopeConfig, ServerConfig, key_digest, scopes_from_file, scopes_from_text
 from lazyattention.server.errors import AuthenticationError, DeadlineError, OverloadedError, ShuttingDownError
+from lazyattention.server.inputs import DocumentResolver
+from lazyattention.server.library import DocumentLibrary
 from lazyattention.server.limits import AdmissionQueue, RateLimiter
+from lazyattention.server.protocol import DocumentBody
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -172,6 +177,19 @@ async def test_a_shared_scope_can_be_read_but_not_changed(engine):
             response = await client.request(method, f"/v1/documents/handbook{path}", headers=bearer("key-a"))
             assert response.status_code == 404
         assert (await client.get("/v1/documents/handbook", headers=bearer("key-b"))).json()["text"] == "for all"
+
+
+def test_only_documents_named_by_id_belong_to_the_shared_scope():
+    scopes, library = two_scopes(), DocumentLibrary()
+    library.add(scopes["shared"], [Document("for all", id="handbook"), Document("for all too", id="rules")])
+    library.add(scopes["a"], [Document("mine", id="plan")])
+    resolver = DocumentResolver(library, scopes["a"])
+    texts = [{"id": "handbook"}, {"id": "rules"}, {"id": "plan"}, {"text": "my own rules", "id": "rules"}]
+    documents = [resolver.resolve(DocumentBody(**text)) for text in texts]
+    spans = [Span((1,), document.document_id) for document in documents]
+    marked = resolver.with_scopes(PromptLayout((*spans, Span((2,)))))
+    # "rules" is also the id of a text of the request's own: neither of the two may be shared.
+    assert [span.scope for span in marked.spans] == ["shared", None, None, None, None]
 
 
 async def test_the_scope_is_never_taken_from_the_request(engine):
