@@ -138,7 +138,7 @@ def test_block_tables_that_move_make_graphs_stale():
 
 def test_long_prompts_and_steps_that_store_turned_keys_run_without_graphs():
     with kernel_engine(cuda_graphs=True) as engine:
-        answer(engine, prompt("t200"), SamplingParams(max_tokens=1))
+        answer(engine, prompt("t300"), SamplingParams(max_tokens=1))
         assert engine.model_runner.graphs.num_replays == 0
         answer(engine, prompt("p5 d9 t4"), SamplingParams(max_tokens=1), reuse_method="rotate_key")
         assert engine.model_runner.graphs.num_replays == 0
@@ -150,7 +150,8 @@ def test_many_sequences_get_a_size_of_their_own():
     with kernel_engine(cuda_graphs=True, max_num_seqs=300) as engine:
         assert engine.model_runner.graphs.sizes[-2:] == [256, 300]
     with kernel_engine(cuda_graphs=True, max_num_seqs=5) as engine:
-        assert engine.model_runner.graphs.sizes[-1] == 128
+        assert engine.model_runner.graphs.sizes[-1] == 256
+        assert engine.model_runner.graphs._graphs[256, False].logits.shape[0] == 5
 
 
 def test_all_layers_share_one_graph_whatever_the_number_of_tokens():

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 METHODS = (*CHUNK_METHODS, *FULL_METHODS)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-WORDS = ("p11 d9 d16-b t7", "p11 d16-b d5 d90 t5", "t12", "p11 d9 d9 d0 d20 d150 t40", "d9 t3", "p11 d150 t170")
+WORDS = ("p11 d9 d16-b t7", "p11 d16-b d5 d90 t5", "t12", "p11 d9 d9 d0 d20 d150 t40", "d9 t3", "p11 d150 t280")
 PROMPTS = [prompt(words) for words in WORDS]
 FAMILIES = [
     ("llama", "llama3"),
@@ -111,7 +111,7 @@ def test_a_tight_pool_changes_no_token():
     engine.check_idle()
 
 
-@pytest.mark.parametrize("words", ["p11 d9 d16-b t7", "p11 d150 t170"])
+@pytest.mark.parametrize("words", ["p11 d9 d16-b t7", "p11 d150 t280"])
 def test_a_step_does_not_wait_for_the_device(words):
     engine = gpu_engine("llama", "llama3", torch.float32)
     run_all(engine, "rotate_query", [prompt(words)])  # compiles and loads what is needed

@@ -22,8 +22,8 @@ logger = get_logger(__name__)
 
 # One token is padded to two: compiled layers treat a single one apart.
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# Prompts up to here profit: longer ones keep the GPU busy for longer than their launches take.
-MIN_LARGEST_SIZE = 128
+# Steps up to here profit: longer ones keep the GPU busy for longer than their launches take.
+MIN_LARGEST_SIZE = 256
 # Ranges a token looks at, to begin with; a step with more makes its graph grow.
 _RANGES_PER_TOKEN = 12
 _MAX_GROWTHS = 8
@@ -65,8 +65,8 @@ class _Graph:
     capacity: StaticCapacity
     blocks: torch.Tensor
     plan: StaticPlan
-    inputs: torch.Tensor  # [2, num_tokens]: token ids, rows whose logits are wanted
-    logits: torch.Tensor  # [num_tokens, vocab_size]
+    inputs: torch.Tensor  # [num_tokens + max_sampled]: token ids, then rows whose logits are wanted
+    logits: torch.Tensor  # [max_sampled, vocab_size]
     replay: Callable[[], None]
 
 
@@ -95,6 +95,7 @@ class GraphRunner:
         self._capture = capture
         self._specs = tuple(specs)
         self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
         largest = max(MIN_LARGEST_SIZE, max_num_seqs)
         self.sizes = [size for size in SIZES if size < largest] + [min(s for s in (*SIZES, largest) if s >= largest)]
         self._graphs: dict[tuple[int, bool], _Graph] = {}
@@ -130,7 +131,7 @@ class GraphRunner:
             Logits `[len(sample_rows), vocab_size]`, valid until the next run; None if the step is not small enough.
         """
         num_tokens = len(token_ids)
-        if num_tokens > self.sizes[-1] or step.store_turns is not None:
+        if num_tokens > self.sizes[-1] or len(sample_rows) > self._max_num_seqs or step.store_turns is not None:
             return None
         size = next(s for s in self.sizes if s >= num_tokens)
         arrays = step.arrays
@@ -138,9 +139,9 @@ class GraphRunner:
         graph = self._loaded((size, has_unturned), step, int(arrays.group_sizes.sum()), blocks)
         if graph is None:
             return None
-        inputs = np.zeros((2, size), np.int64)
-        inputs[0, :num_tokens] = token_ids
-        inputs[1, : len(sample_rows)] = sample_rows
+        inputs = np.zeros(len(graph.inputs), np.int64)
+        inputs[:num_tokens] = token_ids
+        inputs[size : size + len(sample_rows)] = sample_rows
         graph.inputs.copy_(send(inputs, graph.inputs.device), non_blocking=True)
         graph.replay()
         self.num_replays += 1
@@ -177,9 +178,9 @@ class GraphRunner:
     def _record(self, key: tuple[int, bool], blocks: torch.Tensor, capacity: StaticCapacity) -> _Graph:
         logger.debug("recording a CUDA graph: %s", capacity)
         self._graphs.pop(key, None)  # gives its memory back to the pool
-        plan = self._static_plan(capacity, blocks)
-        inputs = torch.zeros((2, capacity.num_tokens), dtype=torch.int64, device=blocks.device)
-        logits, replay = self._capture(lambda: self._forward(inputs[0], plan.plan, inputs[1]))
+        plan, size = self._static_plan(capacity, blocks), capacity.num_tokens
+        inputs = torch.zeros(size + min(size, self._max_num_seqs), dtype=torch.int64, device=blocks.device)
+        logits, replay = self._capture(lambda: self._forward(inputs[:size], plan.plan, inputs[size:]))
         graph = self._graphs[key] = _Graph(capacity, blocks, plan, inputs, logits, replay)
         return graph
 
