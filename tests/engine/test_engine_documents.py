@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a document in the engine: found or not and why, pinned, expired, deleted with all that came of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, GREEDY, answer, drain, make_engine, named_tokens, prompt
 from lazyattention.documents.document import Document
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import NotFoundError
-from lazyattention.reuse import REUSE_METHODS
+from lazyattention.reuse import REUSE_METHODS, PromptLayout
 
 LONGER = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
@@ -321,6 +323,39 @@ def test_an_in_flight_chunk_is_not_shared_across_scopes():
         engine.add_request(scope, prompt("d60 t7"), GREEDY, scope=scope)
     outputs = drain(engine)
     assert all(statuses(outputs[scope]) == [("d60", "miss", "new")] for scope in "ab")
+
+
+def shared(shorthand):
+    """The prompt with its documents lying in scope "library"."""
+    return PromptLayout(
+        tuple(replace(span, scope="library") if span.is_document else span for span in prompt(shorthand).spans)
+    )
+
+
+@pytest.mark.parametrize("after_steps", [0, 1, 3])
+def test_deleting_a_shared_document_reaches_text_that_a_tenant_computes_behind_it(after_steps):
+    """Only live requests of the document's own scope were stopped from keeping what they computed behind it."""
+    engine = make_engine()
+    engine.add_request("reads", shared("p11 d30 t30"), LONGER, scope="tenant")
+    for _ in range(after_steps):
+        engine.step()
+    deleted = engine.documents.delete("d30", scope="library")
+    assert deleted.request_ids == [], "tenants' requests are not named to the library"
+    drain(engine)
+    engine.check_idle()
+    assert set(held_token_ids(engine)) <= {named_tokens("p11")}
+    assert engine.documents.list("library") == []
+
+
+def test_a_shared_document_is_computed_once_for_all_its_readers():
+    engine = make_engine()
+    first = answer(engine, shared("p11 d30 t30"), scope="a")
+    second = answer(engine, shared("p11 d30 t30"), scope="b")
+    assert (statuses(first), statuses(second)) == ([("d30", "miss", "new")], [("d30", "hit", "reused")])
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    assert second.num_computed_tokens >= 30, "the text behind it stays each tenant's own"
+    private = answer(engine, prompt("p11 d30 t30"), scope="b")
+    assert statuses(private) == [("d30", "miss", "new")]
 
 
 def test_live_requests_of_another_scope_are_not_named():

@@ -54,7 +54,8 @@ class DeletedDocument:
         document_id: Its id.
         num_chunks: Chunks that nobody will find any more.
         num_freed_bytes: KV memory that is free now, text computed behind the document included.
-        request_ids: Live requests that still read it; its memory goes when they end.
+        request_ids: Live requests of its own scope that still read it; its memory goes when they, and readers of other
+            scopes if it was shared, end.
     """
 
     document_id: str
@@ -125,19 +126,20 @@ class DocumentManager:
         Raises:
             NotFoundError: Nothing is known of it.
         """
-        holders = [group for group in self._live_requests() if group.scope == scope and group.uses(document_id)]
+        holders = [group for group in self._live_requests() if group.uses(document_id, scope)]
         uploaded = self._texts.pop((scope, document_id), None)
         chunks, num_freed = self._cache.delete_document(scope, document_id)
         if uploaded is None and not chunks and not num_freed and not holders:
             raise NotFoundError(f"document {document_id!r} is not stored")
         self._on_delete()
         for group in holders:
-            group.forget_at_end.add(document_id)
+            group.forget_at_end.add((scope, document_id))
             for sequence in group.sequences:
                 if sequence.chain is not None:
                     sequence.chain.stop()
         num_freed_bytes = num_freed * self._cache.block_size * self.bytes_per_token
-        return DeletedDocument(document_id, len(chunks), num_freed_bytes, [group.request_id for group in holders])
+        request_ids = [group.request_id for group in holders if group.scope == scope]
+        return DeletedDocument(document_id, len(chunks), num_freed_bytes, request_ids)
 
     def list(self, scope: str = "default") -> "list[DocumentInfo]":
         """Return what is stored of each document, in order of id."""

@@ -325,8 +325,8 @@ class Engine:
         if group.timings.first_scheduled_s is not None:
             self.stats.num_prompt_tokens += len(group.prompt_token_ids)
         del self._groups[group.request_id]
-        for document_id in group.forget_at_end:
-            self.cache.delete_document(group.scope, document_id)
+        for scope, document_id in group.forget_at_end:
+            self.cache.delete_document(scope, document_id)
         self._ended.append(group)
 
     def _collect(self, changed: list[RequestGroup]) -> list[RequestOutput]:

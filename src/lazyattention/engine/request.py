@@ -70,7 +70,7 @@ class RequestGroup:
         documents: The reuse report, made at the first admission.
         num_reused_tokens: Prompt tokens not computed for this request.
         error: Why it failed.
-        forget_at_end: Documents that were deleted while this request had them.
+        forget_at_end: Scopes and ids of documents that were deleted while this request had them.
     """
 
     request_id: str
@@ -86,11 +86,12 @@ class RequestGroup:
     documents: list[DocumentReuse] = field(default_factory=list)
     num_reused_tokens: int = 0
     error: LazyAttentionError | None = None
-    forget_at_end: set[str] = field(default_factory=set)
+    forget_at_end: set[tuple[str, str]] = field(default_factory=set)
 
-    def uses(self, document_id: str) -> bool:
-        """True if the prompt contains this document."""
-        return any(span.document_id == document_id for span in self.layout.spans)
+    def uses(self, document_id: str, scope: str) -> bool:
+        """True if the prompt contains this document of this scope."""
+        spans = self.layout.spans
+        return any(span.document_id == document_id and (span.scope or self.scope) == scope for span in spans)
 
     @property
     def is_finished(self) -> bool:
