@@ -366,28 +366,6 @@ def bench_prefill_variants() -> dict[str, float]:
     return times
 
 
-def bench_unmasked_variants() -> dict[str, float]:
-    """Time the kernel for tiles without a mask under choices of its own: taking turns, registers."""
-    times: dict[str, float] = {}
-    problem = prefill_problem(2048, 16384)
-    if not problem.spec().has_unmasked_prefill or not has_unmasked_prefill(
-        problem.q, problem.kv, problem.rotary, AttendOptions(1.0)
-    ):
-        return times
-    from lazyattention.ops.chunk_prefill.hopper.kernel import unmasked_prefill_hopper
-
-    defaults = unmasked_prefill_hopper.__kwdefaults__
-    kept = dict(defaults)
-    for has_order in (True, False):
-        for registers in (192, 200, 208):
-            defaults.update(has_order=has_order, attend_registers=registers)
-            _, launches = problem.launches(problem.spec())
-            ms = graph_ms(launches["all"])
-            times[f"2048 x 16K, turns {has_order}, registers {registers}, TFLOP/s"] = problem.flops / ms / 1e9
-    defaults.update(kept)
-    return times
-
-
 def bench_float8() -> dict[str, float]:
     """Time decode over float8 KV against bfloat16."""
     requests = zipf_requests(64, 10, 1000, 0.0)

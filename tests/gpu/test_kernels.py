@@ -298,9 +298,13 @@ def test_captured_graph_replays_changed_plans():
     def attend():
         return run(q, k, v, metadata, 0, softmax_scale=0.1)
 
+    # The same steps on the CPU, which stores the new keys and values as well.
+    cpu_caches = [(k_cache.cpu().double(), v_cache.cpu().double())]
     keys = [decoding.add(3, 40, 500)]
-    step, _ = decoding.step()
+    step, scratch = decoding.step()
     assert static.load(step, decoding.builder.blocks)
+    on_cpu = AttentionMetadata(scratch, cpu_caches, [rotary_of(128)])
+    run(*(x[:1].cpu().double() for x in (q, k, v)), on_cpu, 0, softmax_scale=0.1)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -323,7 +327,7 @@ def test_captured_graph_replays_changed_plans():
         graph.replay()
         torch.cuda.synchronize()
         assert not out[count:].any()
-        cpu = AttentionMetadata(scratch, [(k_cache.cpu().double(), v_cache.cpu().double())], [rotary_of(128)])
+        cpu = AttentionMetadata(scratch, cpu_caches, [rotary_of(128)])
         want = run(*(x[:count].cpu().double() for x in (q, k, v)), cpu, 0, softmax_scale=0.1)
         assert relative_error(out[:count].cpu(), want) < 1e-2, round_
 

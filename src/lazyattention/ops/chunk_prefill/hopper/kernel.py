@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """chunk_prefill's tiles without a mask on Hopper GPUs, in Gluon: every warp group has one job.
 
-Two warp groups attend, 64 query rows each, and take turns: while one multiplies, the other exponentiates. One warp
-copies key and value tiles into shared memory ahead of them. One warp group loads and turns the query tile for the next
+Two warp groups attend, 64 query rows each; while one exponentiates, the other multiplies. (Making them take turns by
+barriers measured the same.) One warp copies key and value tiles into shared memory ahead of them. One warp group loads and turns the query tile for the next
 segment while the current one is attended to, so that turning costs no time of its own. A `full` barrier says that a
 buffer may be read, an `empty` one that it may be written.
 """
@@ -122,9 +122,8 @@ def _fold(scores, running_max, running_sum, scale_base2):
 @gluon.jit
 def _attend(
     part_of_tile: gl.constexpr, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head,
-    scale_base2, q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
+    scale_base2, q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
-    HAS_ORDER: gl.constexpr,
 ):  # fmt: skip
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
@@ -165,16 +164,11 @@ def _attend(
         mbarrier.wait(k_full.index(stage), turn)
         acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
         mbarrier.wait(v_full.index(last_stage), last_turn)
-        if HAS_ORDER:
-            # One warp group multiplies while the other one exponentiates.
-            mbarrier.wait(order.index(part_of_tile), ((count - 1) & 1) ^ (1 - part_of_tile))
         scores = _score(
             q_first.index(buffer * 2 + part_of_tile), q_second.index(buffer * 2 + part_of_tile), k_first.index(stage),
             k_second.index(stage), no_scores,
         )  # fmt: skip
         acc = warpgroup_mma(weights, v.index(last_stage), acc, is_async=True)
-        if HAS_ORDER:
-            mbarrier.arrive(order.index(1 - part_of_tile), count=1)
         scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
         _thread_barrier()
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -212,28 +206,26 @@ def _attend(
 @gluon.jit
 def _attend_second(
     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
+    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
-    HAS_ORDER: gl.constexpr,
 ):  # fmt: skip
     _attend(
         1, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-        q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
-        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES, HAS_ORDER,
+        q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
+        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def _attend_first(
     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
+    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
-    HAS_ORDER: gl.constexpr,
 ):  # fmt: skip
     _attend(
         0, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-        q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
-        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES, HAS_ORDER,
+        q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
+        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
     )  # fmt: skip
 
 
@@ -260,8 +252,6 @@ def _chunk_prefill_hopper_kernel(
     TILE_KV: gl.constexpr,
     STAGES: gl.constexpr,
     IS_TURNED: gl.constexpr,
-    HAS_ORDER: gl.constexpr,
-    ATTEND_REGISTERS: gl.constexpr,
 ):
     task, head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
     task_ptr = tasks_ptr + task * 10
@@ -280,7 +270,6 @@ def _chunk_prefill_hopper_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -289,7 +278,6 @@ def _chunk_prefill_hopper_kernel(
     for buffer in gl.static_range(2):
         mbarrier.init(q_full.index(buffer), count=1)
         mbarrier.init(q_empty.index(buffer), count=2)
-        mbarrier.init(order.index(buffer), count=1)
     fence_async_shared()
     _thread_barrier()
     # Registers per thread: the first warp group takes what the others leave of 512 per four warps.
@@ -299,16 +287,16 @@ def _chunk_prefill_hopper_kernel(
                 _attend_first,
                 (
                     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-                    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
-                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES, HAS_ORDER,
+                    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
+                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
                 ),
             ),
             (
                 _attend_second,
                 (
                     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
-                    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty, order,
-                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES, HAS_ORDER,
+                    q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
+                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
                 ),
             ),
             (
@@ -327,7 +315,7 @@ def _chunk_prefill_hopper_kernel(
             ),
         ],
         [4, 4, 1],
-        [ATTEND_REGISTERS, 488 - 2 * ATTEND_REGISTERS, 24],
+        [192, 104, 24],
     )  # fmt: skip
 
 
@@ -339,9 +327,6 @@ def unmasked_prefill_hopper(
     states: PartialStates,
     rotary: LayerRotary,
     options: AttendOptions,
-    *,
-    has_order: bool = True,
-    attend_registers: int = 200,
 ) -> None:
     """Run `tasks.apart`; tiles are 128 query rows and `tasks.shape.tile_kv` keys."""
     assert tasks.shape.tile_m == 2 * _GROUP_ROWS.value
@@ -374,7 +359,5 @@ def unmasked_prefill_hopper(
         tile_kv,
         2,
         is_turned,
-        has_order,
-        attend_registers,
         num_warps=4,
     )
