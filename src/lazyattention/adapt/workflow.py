@@ -94,7 +94,7 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
             path=path,
             on_done=advance,
         )
-    _check_attention(engine, loaded, samples[:_NUM_CHECKED], request.config)
+    attention_check_kl = _check_attention(engine, loaded, samples[:_NUM_CHECKED], request.config)
     engine.model_runner.kv_pool.layers.clear()
     sampling_s = time.perf_counter() - started_s
     log, model = _train(loaded, samples, request)
@@ -108,6 +108,7 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
         data=list(request.data),
         num_samples=len(samples),
         sampling_s=sampling_s,
+        attention_check_kl=attention_check_kl,
         peak_memory_bytes=torch.cuda.max_memory_allocated(loaded.device) if loaded.device.type == "cuda" else None,
         environment=describe_environment(),
     )
@@ -153,8 +154,8 @@ def _from_builtin(source: str, request: AdaptRequest) -> list[QualityExample]:
     return [sets[index % len(sets)][index] for index in range(len(sets[0]))]
 
 
-def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Sample], config: AdaptConfig) -> None:
-    """Refuse a model that would be trained under other attention than it is served with."""
+def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Sample], config: AdaptConfig) -> float:
+    """Refuse a model that would be trained under other attention than it is served with; return their mean KL, nats."""
     served = score(
         engine,
         [sample.layout for sample in samples],
@@ -183,6 +184,7 @@ def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Samp
             f"the attention this model would be trained with differs from the one it is served with (KL {mean:.2g}, "
             f"tolerated {_TOLERATED_KL[loaded.dtype]:g} in {loaded.dtype}); it cannot be adapted"
         )
+    return mean
 
 
 def _train(loaded: LoadedModel, samples: Sequence[Sample], request: AdaptRequest) -> tuple[TrainingLog, Any]:
