@@ -166,8 +166,8 @@ async def test_documents_may_stand_anywhere_in_the_messages(client):
     assert [d["id"] for d in answer["documents"]] == ["log"] * 3
 
 
-async def test_reuse_false_computes_everything(client):
-    body = chat_body(documents=["the lamp"], include_document_report=True, reuse=False)
+async def test_reuse_never_computes_everything(client):
+    body = chat_body(documents=["the lamp"], include_document_report=True, reuse="never")
     await client.post("/v1/chat/completions", json=body)
     answer = (await client.post("/v1/chat/completions", json=body)).json()
     assert answer["documents"][0]["status"] == "computed"
@@ -263,3 +263,14 @@ async def test_a_request_that_ended_leaves_no_timer_behind(client, engine):
     assert (await client.post("/v1/chat/completions", json=chat_body(deadline_s=0.3))).status_code == 200
     await asyncio.sleep(0.5)
     assert engine.aborted == []
+
+
+async def test_the_same_request_id_may_be_used_by_two_at_once(client, engine):
+    engine.step_s = 0.02
+    headers = {"X-Request-Id": "same"}
+    answers = await asyncio.gather(
+        *(client.post("/v1/chat/completions", json=chat_body(), headers=headers) for _ in range(3))
+    )
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["id"] for answer in answers}) == 3
+    assert {answer.headers["x-request-id"] for answer in answers} == {"same"}

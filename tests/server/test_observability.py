@@ -132,7 +132,7 @@ async def test_one_line_per_request_with_its_id(client, log):
     assert (access["request_id"], access["status"], access["user"]) == ("my-id.7", 200, "ann")
     assert (access["metadata"], access["safety_identifier"], access["level"]) == ({"team": "x"}, "s", "INFO")
     (reuse,) = [line for line in log() if "documents" in line]
-    assert (reuse["request_id"], reuse["level"]) == ("chatcmpl-my-id.7", "DEBUG")
+    assert (reuse["request_id"], reuse["level"]) == ("chatcmpl-" + access["unique_id"], "DEBUG")
     assert reuse["documents"][0]["reason"] == "new"
 
 

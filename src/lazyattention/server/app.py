@@ -145,7 +145,8 @@ def _add_generation_routes(app: FastAPI) -> None:
 
 def _model_info(context: ServerContext) -> dict[str, Any]:
     model = context.model
-    own = {"max_model_len": model.max_model_len, "reuse_method": context.engine.engine.config.reuse_method}
+    gate = context.engine.engine.gate
+    own = {"max_model_len": model.max_model_len, "reuse_method": gate.reuse_method, "reuse_reason": gate.reason or None}
     return {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "lazyattention", **own}
 
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput
 from lazyattention.errors import RequestError
 from lazyattention.server import tools
-from lazyattention.server.context import ServerContext, note_for_log, request_id_of, tenant_of
+from lazyattention.server.context import ServerContext, note_for_log, tenant_of, unique_id_of
 from lazyattention.server.generation import Job
 from lazyattention.server.inputs import DocumentResolver, to_messages, to_sampling_params
 from lazyattention.server.protocol import ChatBody, JsonObjectFormat, JsonSchemaFormat
@@ -52,12 +52,12 @@ async def prepare_chat(body: ChatBody, request: Request, context: ServerContext)
     )
     context.library.note_use(resolver.used)
     return Job(
-        request_id="chatcmpl-" + request_id_of(request),
+        request_id="chatcmpl-" + unique_id_of(request),
         layout=layout,
         params=params,
         tenant=tenant_of(request),
         deadline_s=deadline_s,
-        reuse_method="full_recompute" if body.reuse is False else None,
+        reuse=body.reuse or "auto",
         headers=dict(request.headers),
     )
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput
 from lazyattention.errors import RequestError
-from lazyattention.server.context import ServerContext, note_for_log, request_id_of, tenant_of
+from lazyattention.server.context import ServerContext, note_for_log, tenant_of, unique_id_of
 from lazyattention.server.generation import Job
 from lazyattention.server.inputs import DocumentResolver, to_sampling_params
 from lazyattention.server.protocol import CompletionBody
@@ -46,12 +46,12 @@ async def prepare_completions(body: CompletionBody, request: Request, context: S
         )
         jobs.append(
             Job(
-                request_id=f"cmpl-{request_id_of(request)}-{number}",
+                request_id=f"cmpl-{unique_id_of(request)}-{number}",
                 layout=layout,
                 params=params,
                 tenant=tenant_of(request),
                 deadline_s=deadline_s,
-                reuse_method="full_recompute" if body.reuse is False else None,
+                reuse=body.reuse or "auto",
                 headers=dict(request.headers),
             )
         )

@@ -197,10 +197,10 @@ def tenant_of(request: Request) -> ScopeConfig:
     return tenant
 
 
-def request_id_of(request: Request) -> str:
-    """The request's id, as in the log and in the header x-request-id."""
-    request_id: str = request.scope["state"]["request_id"]
-    return request_id
+def unique_id_of(request: Request) -> str:
+    """What the engine may call the request; the log has it beside the client's own id."""
+    unique_id: str = request.scope["state"]["unique_id"]
+    return unique_id
 
 
 def note_for_log(request: Request, **notes: object) -> None:

@@ -13,7 +13,7 @@ from lazyattention.engine.documents import DocumentInfo
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import LazyAttentionError, NotFoundError, RequestError
 from lazyattention.server.config import ScopeConfig
-from lazyattention.server.context import ServerContext, request_id_of, tenant_of
+from lazyattention.server.context import ServerContext, tenant_of, unique_id_of
 from lazyattention.server.errors import error_body
 from lazyattention.server.generation import Job
 from lazyattention.server.inputs import DocumentResolver, to_messages
@@ -74,7 +74,7 @@ class DocumentRoutes:
             report: dict[str, Any] = {"id": document.document_id, "object": "document", "title": document.title}
             if body.warm:
                 try:
-                    report |= await self._warm(document, messages, f"warm-{request_id_of(request)}-{number}", tenant)
+                    report |= await self._warm(document, messages, f"warm-{unique_id_of(request)}-{number}", tenant)
                     if body.pin:
                         await self._pin(document.document_id, body.pin_ttl_s, tenant)
                 except LazyAttentionError as error:
@@ -94,6 +94,7 @@ class DocumentRoutes:
             params=SamplingParams(max_tokens=1, temperature=0.0),
             tenant=tenant,
             deadline_s=self._context.deadline_s(None),
+            reuse="always",
         )
         entries: list[DocumentReuse] = []
         async with aclosing(self._context.generator.run(job)) as outputs:

@@ -33,7 +33,7 @@ class Engine(Protocol):
         *,
         request_id: str,
         scope: str,
-        reuse_method: str | None = None,
+        reuse: str,
     ) -> AsyncIterator[RequestOutput]:
         """Run a prompt; one output per step that changed it, the last one `finished`. An async generator."""
 
@@ -51,7 +51,7 @@ class Job:
         params: How to sample.
         tenant: Whose it is.
         deadline_s: Monotonic seconds at which it is given up.
-        reuse_method: None = the engine's.
+        reuse: "auto", "always" or "never".
         headers: Of the HTTP request; its trace context is there.
     """
 
@@ -60,7 +60,7 @@ class Job:
     params: SamplingParams
     tenant: ScopeConfig
     deadline_s: float
-    reuse_method: str | None = None
+    reuse: str = "auto"
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -128,7 +128,7 @@ class Generator:
         options: dict[str, Any] = {
             "request_id": job.request_id,
             "scope": job.tenant.name,
-            "reuse_method": job.reuse_method,
+            "reuse": job.reuse,
         }
         stream = cast("AsyncGenerator[RequestOutput, None]", self._engine.generate(job.layout, job.params, **options))
         try:

@@ -9,6 +9,7 @@ from typing import TextIO
 
 _FIELDS = (
     "request_id",
+    "unique_id",
     "scope",
     "status",
     "duration_s",

@@ -34,7 +34,7 @@ OnEnd = Callable[[str, str, int], None]
 
 
 class RequestGate:
-    """Outermost ASGI layer. Puts `request_id` and `tenant` (ScopeConfig) into the request's state."""
+    """Outermost ASGI layer. Puts `request_id`, `unique_id` and `tenant` (ScopeConfig) into the request's state."""
 
     def __init__(
         self,
@@ -58,9 +58,10 @@ class RequestGate:
             return
         start = time.monotonic()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        request_id = _request_id(headers.get("x-request-id"))
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        # The client's own id is for its log and ours; what the engine sees is unique whatever clients send.
+        state["unique_id"] = "req-" + uuid.uuid4().hex
+        request_id = state["request_id"] = _plain_id(headers.get("x-request-id")) or state["unique_id"]
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -128,6 +129,7 @@ class RequestGate:
             status or "aborted",
             extra={
                 "request_id": state["request_id"],
+                "unique_id": state["unique_id"] if state["unique_id"] != state["request_id"] else None,
                 "scope": name,
                 "status": status,
                 "duration_s": round(duration_s, 4),
@@ -161,11 +163,9 @@ def _check_surrogates(body: bytes) -> None:
     )
 
 
-def _request_id(given: str | None) -> str:
-    """The client's own id if it is a plain one, else a new one."""
-    if given and _REQUEST_ID.fullmatch(given):
-        return given
-    return "req-" + uuid.uuid4().hex
+def _plain_id(given: str | None) -> str | None:
+    """The client's id, unless it has characters or a length that no id needs."""
+    return given if given and _REQUEST_ID.fullmatch(given) else None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

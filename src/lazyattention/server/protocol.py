@@ -245,7 +245,9 @@ class GenerationBody(Body):
     documents: list[str | DocumentBody] | None = Field(None, description="Texts, documents, or uploaded ones' ids.")
     include_document_report: bool | None = Field(None, description="Say per document what was reused, and why not.")
     deadline_s: float | None = Field(None, gt=0, description="Give up after so many seconds.")
-    reuse: bool | None = Field(None, description="false: compute this request's documents anew, with full attention.")
+    reuse: Literal["auto", "always", "never"] | None = Field(
+        None, description="never: compute documents anew, with full attention; always: reuse whatever the gate says."
+    )
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationBody":

@@ -139,7 +139,7 @@ class Completion(Answer):
 
 
 class ModelInfo(Answer):
-    """The served model."""
+    """The served model. `reuse_method`: what requests get unless they say otherwise; `reuse_reason`: the gate's, if any."""
 
     id: str
     object: Literal["model"]
@@ -147,6 +147,7 @@ class ModelInfo(Answer):
     owned_by: str
     max_model_len: int
     reuse_method: str
+    reuse_reason: str | None
 
 
 class ModelList(Answer):

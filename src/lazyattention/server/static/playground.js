@@ -218,7 +218,7 @@ async function ask() {
     if ($("compare").checked) {
       $("ttft-full").textContent = "measuring …";
       const fullStart = performance.now();
-      await (await call("/v1/chat/completions", { method: "POST", body: chatBody(question, { max_tokens: 1, reuse: false }), signal })).json();
+      await (await call("/v1/chat/completions", { method: "POST", body: chatBody(question, { max_tokens: 1, reuse: "never" }), signal })).json();
       showTimes(ttft, performance.now() - fullStart);
     }
     await refresh();
