@@ -73,7 +73,7 @@ def test_the_student_comes_nearer_to_the_teacher(adapted):
     assert report["num_steps"] == 40
     assert report["stopped"] == "max_steps"
     assert report["config"]["rank"] == 8
-    assert 0 <= report["attention_check_kl"] < 1e-6
+    assert 0 <= report["attention_check_kl"] < 1e-5
 
 
 def test_the_adapter_serves_and_is_nearer_in_the_engine_itself(adapted):

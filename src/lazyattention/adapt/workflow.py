@@ -177,7 +177,8 @@ def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Samp
                 logits_to_keep=batch.num_kept,
             )
         got = output.logits[0][batch.answer_mask[0]].float().log_softmax(dim=-1)
-        total += float((want.logprobs.exp() * (want.logprobs - got)).sum(dim=1).mean())
+        # Rounding may take a KL of nothing below 0.
+        total += max(0.0, float((want.logprobs.exp() * (want.logprobs - got)).sum(dim=1).mean()))
     mean = total / len(samples)
     if not mean <= _TOLERATED_KL[loaded.dtype]:
         raise UnsupportedError(
