@@ -360,6 +360,24 @@ def print_targets(results: dict[str, Any]) -> None:
         print(f"{name:82} {target:14} {got}")
 
 
+def start_engine(shape: str, results: dict[str, Any], mark: Callable[[str], None]) -> Engine:
+    """Build the model and the engine, compile what the methods need; note how long it took."""
+    begun = time.monotonic()
+    loaded = random_model(shape, device="cuda", dtype=torch.bfloat16)
+    results["model"], results["random_weights"] = loaded.name, True
+    mark(f"{loaded.name} built in {time.monotonic() - begun:.1f} s")
+    begun = time.monotonic()
+    engine = Engine(loaded, EngineConfig.of(max_num_seqs=64, max_num_batched_tokens=8192, num_blocks=16384))
+    results["start_up_s"] = time.monotonic() - begun
+    graphs = engine.model_runner.graphs
+    results["compiled"] = engine.model_runner.compiled is not None
+    results["num_graphs"] = graphs.num_graphs if graphs else 0
+    mark(f"engine started: compiled {results['compiled']}, {results['num_graphs']} graphs")
+    warm_up(engine, METHODS, 8)
+    mark("warmed up")
+    return engine
+
+
 def main() -> None:
     """Run the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -394,26 +412,17 @@ def main() -> None:
     tests = start_tests(out) if "tests" in parts else []
     part("check", check_shape)
     print({key: f"{value:.1e}" for key, value in (results.get("check") or {}).items()})
-    begun = time.monotonic()
-    loaded = random_model(arguments.shape, device="cuda", dtype=torch.bfloat16)
-    results["model"], results["random_weights"] = loaded.name, True
-    mark(f"{loaded.name} built in {time.monotonic() - begun:.1f} s")
-    if tests:
-        results["tests"] = finish_tests(tests, max(10.0, started + 0.35 * arguments.minutes * 60 - time.monotonic()))
-        mark("tests")
-        if any(test["returncode"] for test in results["tests"].values()) and not arguments.force:
-            print("checks are red: nothing is measured")
-            return
-    begun = time.monotonic()
-    config = EngineConfig.of(max_num_seqs=64, max_num_batched_tokens=8192, num_blocks=16384)
-    engine = Engine(loaded, config)
-    results["start_up_s"] = time.monotonic() - begun
-    graphs = engine.model_runner.graphs
-    results["compiled"] = engine.model_runner.compiled is not None
-    results["num_graphs"] = graphs.num_graphs if graphs else 0
-    mark(f"engine started: compiled {results['compiled']}, {results['num_graphs']} graphs")
-    warm_up(engine, METHODS, 8)
-    mark("warmed up")
+    try:
+        engine = start_engine(arguments.shape, results, mark)
+    finally:
+        if tests:
+            results["tests"] = finish_tests(
+                tests, max(10.0, started + 0.45 * arguments.minutes * 60 - time.monotonic())
+            )
+            mark("tests")
+    if tests and any(test["returncode"] for test in results["tests"].values()) and not arguments.force:
+        print("checks are red: nothing is measured")
+        return
     part("ttft", lambda: measure_ttft(engine))
     part("decode", lambda: {size: measure_decode(engine, size) for size in DECODE_SIZES})
     part("profile", lambda: profiles(engine, out))

@@ -42,7 +42,7 @@ def profile_step(engine: Engine) -> dict[str, Any]:
     kernels: dict[str, list[float]] = {}
     spans = []
     for event in profiler.events():
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             entry = kernels.setdefault(event.name, [0, 0.0])
             entry[0] += 1
             entry[1] += event.time_range.elapsed_us() / 1e3
