@@ -5,6 +5,11 @@ import sys
 
 import pytest
 import torch
+from hypothesis import settings
+
+# Test machines are shared: a time limit for each example would fail for reasons that are not ours.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 if not torch.cuda.is_available():
     # Without a GPU, kernels run in Triton's interpreter. Triton looks at this when it is first imported.

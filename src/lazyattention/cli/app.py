@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 it failed; 2 used wrongly (a flag, a path, a request); 130
 """
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -78,6 +79,8 @@ def root(
 ) -> None:
     """Options that stand before a command."""
     configure_logging("DEBUG" if debug else None)
+    # It warns about every flaw of a file that it can read all the same.
+    logging.getLogger("pypdf").setLevel(logging.ERROR)
 
 
 app.command("ask", cls=AskCommand)(with_engine_options(ask))
