@@ -60,7 +60,7 @@ _TILES = {
         prefill_unturned=TileShape(128, 64, 8, 2),
     ),
     128: Tiles(
-        decode_few=TileShape(16, 64, 2, 2),
+        decode_few=TileShape(16, 64, 4, 2),
         decode_many=TileShape(64, 64, 4, 2, 1),
         decode_unturned=TileShape(16, 32, 4, 2),
         prefill=TileShape(128, 128, 8, 2),
