@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from lazyattention.documents.document import Document
 from lazyattention.engine.documents import DeletedDocument, DocumentInfo
 from lazyattention.engine.engine import Engine
+from lazyattention.engine.mailbox import OutputMailbox
 from lazyattention.engine.outputs import RequestOutput
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import EngineDeadError, LazyAttentionError
@@ -83,7 +84,7 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Run one request; yield its outputs as they come, the last one with `finished` set.
 
-        Closing or cancelling the iterator aborts the request and frees its blocks.
+        A reader that is slower than the engine gets several steps' outputs as one, their deltas together. Closing or cancelling the iterator aborts the request and frees its blocks.
 
         Raises:
             RequestError: The request is malformed or can never fit.
@@ -92,12 +93,12 @@ class AsyncEngine:
         """
         request_id = request_id or f"async-{next(self._ids)}"
         loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        outputs = OutputMailbox()
 
         def deliver(item: RequestOutput | BaseException) -> None:
             # The loop may be gone already, for example when a server shuts down.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(outputs.put_nowait, item)
+                loop.call_soon_threadsafe(outputs.put, item)
 
         was_added = threading.Event()
 
