@@ -274,7 +274,8 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         axes[:, 0], (("requests_per_s", "requests/s, warm"), ("ttft_p50_ms", "median TTFT, warm (ms)")), strict=True
     ):
         for place, method in enumerate(methods):
-            values = [run["methods"][method]["warm"][key] for run in runs]
+            # Not every run has every method.
+            values = [run["methods"].get(method, {"warm": {key: float("nan")}})["warm"][key] for run in runs]
             axis.bar(
                 [x + place / (len(methods) + 1) for x in range(len(runs))], values, 1 / (len(methods) + 1), label=method
             )

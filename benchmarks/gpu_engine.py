@@ -336,6 +336,17 @@ def print_targets(results: dict[str, Any]) -> None:
                 f"{decode['engine_step_ms']:.2f} ms",
             )
         )
+    profile = results.get("profile")
+    if profile:
+        groups = profile["decode"]["groups"]
+        outside = groups["linear layers"] + groups["norms, activation, rotary"]
+        rows.append(
+            (
+                "  the same of 64, by the profile's kernel times",
+                "<= 1.12",
+                f"{outside / groups['linear layers']:.3f} ({outside:.2f} / {groups['linear layers']:.2f} ms)",
+            )
+        )
     for run in results.get("serving") or []:
         warm = {method: phases["warm"] for method, phases in run["methods"].items()}
         ours, copied, prefix = warm["rotate_query"], warm["copy_rotate"], warm["prefix"]
