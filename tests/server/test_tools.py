@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from tests.server.conftest import chat_body
 
 from fixtures.tiny_tokenizer import tiny_tokenizer
 from lazyattention.errors import RequestError
+from lazyattention.server.protocol import ToolBody
 from lazyattention.server.structured import GrammarCompiler
-from lazyattention.server.tools import ToolCallParser
+from lazyattention.server.tools import ToolCallParser, tool_grammar
 
 MESSAGES = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
@@ -132,6 +134,62 @@ async def test_choice_none_offers_no_tools(api, engine):
     assert choice.message.content == CALL
 
 
+def strict(tool):
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+FULL_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "text", ["It is sunny.", "a < b", "<tool", f"Wait. {FULL_CALL} And so.", f"{FULL_CALL}\n{FULL_CALL}"]
+)
+async def test_strict_tools_leave_right_calls_and_other_text_alone(api, engine, text):
+    engine.script = text
+    free, held = [await chat(api, tools=[tool], temperature=0) for tool in (WEATHER, strict(WEATHER))]
+    assert held.message.content == free.message.content
+    assert [c.function for c in held.message.tool_calls or []] == [c.function for c in free.message.tool_calls or []]
+
+
+def allows(tools, text, **options):
+    """Whether the grammar lets `text` pass, to its very end."""
+    tokenizer = tiny_tokenizer()
+    grammar = tool_grammar([ToolBody.model_validate(tool) for tool in tools], "auto", **options)
+    processor = GrammarCompiler(tokenizer, vocab_size=384, eos_token_ids=[3]).lark(grammar)
+    token_ids = [*tokenizer.encode(text, add_special_tokens=False), 3]
+    return all(processor(token_ids[:n], torch.zeros(384))[token_id] == 0 for n, token_id in enumerate(token_ids))
+
+
+def test_strict_tools_hold_calls_to_names_and_schemas():
+    tools = [strict(WEATHER), TIME]
+    assert allows(tools, f"So: {FULL_CALL}, {FULL_CALL}", parallel=True)
+    assert allows(tools, '<tool_call>\n{"name": "time", "arguments": {"any": 1}}\n</tool_call>', parallel=True)
+    assert not allows(tools, CALL, parallel=True)  # a required argument is missing
+    assert not allows(tools, FULL_CALL.replace("Oslo", "Paris"), parallel=True)
+    assert not allows(tools, FULL_CALL.replace('"weather"', '"other"'), parallel=True)
+    assert not allows(tools, f"So: {FULL_CALL.removesuffix('</tool_call>')}", parallel=True)
+    assert allows(tools, f"So: {FULL_CALL}", parallel=False)
+    assert not allows(tools, f"{FULL_CALL} {FULL_CALL}", parallel=False)
+    assert allows([WEATHER], CALL, parallel=True)  # not strict: any object
+
+
+@pytest.mark.anyio
+async def test_with_a_response_format_the_answer_is_a_call_or_follows_the_schema(api, client, engine):
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    engine.script = FULL_CALL
+    assert (await chat(api, tools=[WEATHER], response_format=schema, temperature=0)).finish_reason == "tool_calls"
+    engine.script = '{"name": "Ann", "age": 3}'
+    answer = await chat(api, tools=[WEATHER], response_format=schema, temperature=0)
+    assert json.loads(answer.message.content) == {"name": "Ann", "age": 3}
+    engine.script = None
+    for seed in range(3):
+        choice = await chat(api, tools=[WEATHER], response_format=schema, seed=seed)
+        assert choice.message.tool_calls or set(json.loads(choice.message.content)) == {"name", "age"}
+    body = chat_body(tools=[WEATHER], tool_choice="required", response_format=schema)
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
+
+
 @pytest.mark.anyio
 async def test_one_call_at_most_if_not_parallel(api, engine):
     engine.script = f"{CALL}\n{CALL}"
@@ -213,6 +271,28 @@ async def test_answers_follow_the_schema(api, options):
         assert set(person) == {"name", "age"}
         assert 0 <= person["age"] <= 150
         assert choice.finish_reason == "stop"
+
+
+class Person(BaseModel):
+    is_tall: bool
+    age: int
+
+
+@pytest.mark.anyio
+async def test_the_clients_own_parsing_helpers_work(api, engine):
+    options = {"model": "fake", "messages": MESSAGES, "max_tokens": 200, "seed": 4}
+    parsed = await api.chat.completions.parse(response_format=Person, **options)
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+    async with api.chat.completions.stream(response_format=Person, **options) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_completion()
+    assert "content.delta" in kinds
+    assert final.choices[0].message.parsed == parsed.choices[0].message.parsed
+    engine.script = '<tool_call>\n{"name": "weather", "arguments": {"is_tall": true, "age": 7}}\n</tool_call>'
+    tool = openai.pydantic_function_tool(Person, name="weather")
+    called = await api.chat.completions.parse(tools=[tool], tool_choice="auto", **options)
+    assert called.choices[0].finish_reason == "tool_calls"
+    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Person)
 
 
 @pytest.mark.anyio

@@ -31,16 +31,15 @@ async def prepare_chat(body: ChatBody, request: Request, context: ServerContext)
     resolver = DocumentResolver(context.library, tenant_of(request))
     documents = [resolver.resolve(document) for document in body.documents or ()]
     messages = to_messages(body.messages, resolver)
-    is_forced = body.tool_choice not in (None, "none", "auto")
     if body.tools and body.tool_choice != "none":
         tools.check_tool_template(context.model.chat_template)
     offered = [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    if is_forced and isinstance(body.response_format, JsonObjectFormat | JsonSchemaFormat):
+    if _is_forced(body) and _schema(body) is not None:
         raise RequestError("'response_format' and a forced 'tool_choice' exclude each other; leave one out")
     layout = await context.chat_layout(messages, documents, offered or None, tenant_of(request))
     layout = resolver.with_scopes(layout)
     processor = await context.in_worker(lambda: _grammar(body, context))
-    is_single_call = bool(offered) and not is_forced and body.parallel_tool_calls is False
+    is_single_call = bool(offered) and not _has_tool_grammar(body) and body.parallel_tool_calls is False
     params = to_sampling_params(
         body,
         num_prompt_tokens=layout.num_tokens,
@@ -64,15 +63,34 @@ async def prepare_chat(body: ChatBody, request: Request, context: ServerContext)
 
 def _grammar(body: ChatBody, context: ServerContext) -> GrammarProcessor | None:
     """What the answer must follow, if anything."""
-    if body.tools and body.tool_choice not in (None, "none", "auto"):
-        assert body.tool_choice is not None
+    schema = _schema(body)
+    if _has_tool_grammar(body):
+        choice = body.tool_choice or "auto"
         is_parallel = body.parallel_tool_calls is not False
-        return context.grammars.lark(tools.tool_grammar(body.tools, body.tool_choice, parallel=is_parallel))
+        grammar = tools.tool_grammar(body.tools or (), choice, parallel=is_parallel, answer=schema)
+        return context.grammars.lark(grammar)
+    return None if schema is None else context.grammars.json_schema(schema)
+
+
+def _schema(body: ChatBody) -> dict[str, Any] | None:
+    """The JSON schema of the answer's text, if it must be JSON."""
     if isinstance(body.response_format, JsonObjectFormat):
-        return context.grammars.json_schema({"type": "object"})
+        return {"type": "object"}
     if isinstance(body.response_format, JsonSchemaFormat):
-        return context.grammars.json_schema(body.response_format.json_schema.schema_)
+        return body.response_format.json_schema.schema_
     return None
+
+
+def _has_tool_grammar(body: ChatBody) -> bool:
+    """Whether calls must be held to a form: forced ones, strict ones, and those that stand in for a JSON answer."""
+    if not body.tools or body.tool_choice == "none":
+        return False
+    is_strict = any(tool.function.strict for tool in body.tools)
+    return _is_forced(body) or is_strict or _schema(body) is not None
+
+
+def _is_forced(body: ChatBody) -> bool:
+    return body.tool_choice not in (None, "none", "auto")
 
 
 @dataclass(slots=True)

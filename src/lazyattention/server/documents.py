@@ -2,6 +2,7 @@
 """/v1/documents: upload and warm, pin, list, delete. A scope sees its own documents and those it may read."""
 
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -49,10 +50,10 @@ class DocumentRoutes:
             else Document(entry.text, id=entry.id, title=entry.title, metadata=entry.metadata)
             for entry in body.documents
         ]
-        ids = [document.document_id for document in documents]
-        repeated = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
-        if repeated:
-            raise RequestError(f"the upload has the document id {repeated[0]!r:.200} more than once; send each once")
+        counts = Counter(document.document_id for document in documents)
+        name, count = counts.most_common(1)[0]
+        if count > 1:
+            raise RequestError(f"the upload has the document id {name!r:.200} more than once; send each once")
         return documents
 
     async def upload(self, body: UploadBody, request: Request) -> AsyncGenerator[dict[str, Any], None]:

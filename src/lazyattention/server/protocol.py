@@ -155,7 +155,7 @@ class FunctionBody(Body):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, JsonValue] | None = Field(None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="Forced calls follow the schema anyway.")
+    strict: bool | None = Field(None, description="Calls follow the schema in any case, not only forced ones.")
 
 
 class ToolBody(Body):

@@ -3,7 +3,7 @@
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,25 +38,49 @@ def check_tool_template(template: str | None) -> None:
         raise UnsupportedError(f"'tools' are not supported: the model's chat template does not write calls as {BEGIN}")
 
 
-def tool_grammar(tools: Sequence[ToolBody], choice: NamedToolChoice | str, *, parallel: bool) -> str:
-    """A Lark grammar of one or (`parallel`) several calls of the chosen tools, arguments by their schemas."""
+def tool_grammar(
+    tools: Sequence[ToolBody],
+    choice: NamedToolChoice | str,
+    *,
+    parallel: bool,
+    answer: Mapping[str, Any] | None = None,
+) -> str:
+    """A Lark grammar of one or (`parallel`) several calls of the chosen tools.
+
+    Args:
+        tools: Arguments follow their schemas; those of a tool that is not strict only where `choice` forces a call.
+        choice: A named function, "required", or "auto": then text may stand before, between and after calls.
+        parallel: Allow several calls; never of a named function.
+        answer: With "auto": the JSON schema of an answer without calls, instead of text.
+    """
+    is_free = choice == "auto"
     if isinstance(choice, NamedToolChoice):
         tools, parallel = [tool for tool in tools if tool.function.name == choice.function.name], False
     rules = []
     for number, tool in enumerate(tools):
+        is_strict = bool(tool.function.strict) or not is_free
         schema = {
             "type": "object",
             "properties": {
                 "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or _ANY_OBJECT,
+                "arguments": (tool.function.parameters if is_strict else None) or _ANY_OBJECT,
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
         rules.append(f"call_{number}: {GrammarCompiler.json_rule(schema)}")
-    names = " | ".join(f"call_{number}" for number in range(len(tools)))
-    start = 'start: call ("\\n" call)*' if parallel else "start: call"
-    return "\n".join([start, f'call: "{BEGIN}\\n" ({names}) "\\n{END}"', *rules])
+    body = f'"\\n" ({" | ".join(f"call_{number}" for number in range(len(tools)))}) "\\n{END}"'
+    if is_free and answer is not None:
+        start = 'start: call ("\\n" call)* | answer' if parallel else "start: call | answer"
+        calls = [f'call: "{BEGIN}" {body}', f"answer: {GrammarCompiler.json_rule(answer)}"]
+    elif is_free:
+        start = "start: call* text" if parallel else "start: call | text"
+        # Lazy: the tag ends the text before it as soon as it is there.
+        calls = [f"call: lead {body}", f'lead[lazy]: TEXT "{BEGIN}"', "text: TEXT", r"TEXT: /(.|\n)*/"]
+    else:
+        start = 'start: call ("\\n" call)*' if parallel else "start: call"
+        calls = [f'call: "{BEGIN}" {body}']
+    return "\n".join([start, *calls, *rules])
 
 
 class ToolCallParser:
