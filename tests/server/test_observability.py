@@ -137,6 +137,15 @@ async def test_one_line_per_request_with_its_id(client, log):
 
 
 @pytest.mark.anyio
+async def test_probes_do_not_fill_the_log(client, engine, log):
+    await client.get("/health")
+    await client.get("/metrics")
+    engine.is_running = False
+    await client.get("/health")
+    assert [line["level"] for line in log() if line["logger"].endswith("access")] == ["DEBUG", "DEBUG", "INFO"]
+
+
+@pytest.mark.anyio
 async def test_strange_request_ids_are_replaced(client):
     for strange in ('a"b', "x" * 200, "a b", "\u00e9"):
         response = await client.get("/v1/models", headers={"X-Request-Id": strange.encode("latin-1")})

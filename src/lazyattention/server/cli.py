@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lazyattention.server.config import ServerConfig
 
 out = Console(soft_wrap=True, highlight=False)
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
 # Per request: a server refuses bodies beyond its scope's limit.
 _BATCH_BYTES = 8 * 2**20
 _BATCH_LEN = 200

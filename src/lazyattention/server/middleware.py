@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import logging
 import re
 import time
 import uuid
@@ -26,6 +27,7 @@ _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # What is needed to draw the page and to see that the server lives says nothing about anybody.
 _PUBLIC_PATHS = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")
+_PROBES = ("/health", "/metrics")
 # Past this factor of the limit, a body is no longer read to its end for the sake of a readable answer.
 _MAX_DRAINED = 16
 
@@ -122,7 +124,9 @@ class RequestGate:
         route = getattr(scope.get("route"), "path", "other")
         self._on_end(name, route, status)
         client = scope.get("client")
-        access_logger.info(
+        access_logger.log(
+            # Probes come every few seconds and say nothing while all is well.
+            logging.DEBUG if scope["path"] in _PROBES and status < 400 else logging.INFO,
             "%s %s %s",
             scope["method"],
             scope["path"].encode("utf-8", "backslashreplace").decode(),
