@@ -48,6 +48,7 @@ test-gpu: $(MODEL) ## The tests that need a CUDA device
 
 bench: $(MODEL) ## Measure TTFT, memory and engine overhead on this machine
 	$(BIN)/python benchmarks/bench_cpu.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/report.py
 
 docs: $(SETUP) ## Write the generated pages (command line, configuration, models) and check every link
 	$(BIN)/python tools/docs.py --write

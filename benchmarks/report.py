@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds docs/benchmarks.md from the JSON files in benchmarks/results/.
+
+python benchmarks/report.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+INTRODUCTION = """# Benchmarks
+
+Written by `benchmarks/report.py` from the files in `benchmarks/results/`. Medians; both sides of every ratio ran in one
+process. What a reuse method is: [reuse_methods.md](reuse_methods.md). What reuse costs in answers: [quality.md](quality.md).
+"""
+
+
+def cpu_section(report: dict[str, Any]) -> str:
+    """Describe `bench_cpu.py`'s results."""
+    environment = report["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    lines = [
+        "## On the CPU",
+        "",
+        f"`make bench`: {report['model']}, float32, {report['num_documents']} documents of about "
+        f"{report['tokens_per_document']} tokens in a new order for each of {report['rounds']} requests per method.",
+        f"{environment['processor']}, {environment['num_cores']} cores; {versions}; commit {environment['commit']}.",
+        "",
+        "| method | TTFT cold | TTFT warm (p10-p90) | against full recompute | tokens computed / reused "
+        "| KV of the documents, 8 requests | peak memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method, r in report["methods"].items():
+        lines.append(
+            f"| `{method}` | {r['cold_ttft_ms']:.0f} ms | {r['median_ms']:.0f} ms ({r['p10_ms']:.0f}-{r['p90_ms']:.0f}) "
+            f"| {r['speedup']:.1f} x | {r['computed_tokens']} / {r['reused_tokens']} "
+            f"| {r['times_own_size']:.2f} x their size | {r['peak_rss_bytes'] / 2**20:.0f} MiB |"
+        )
+    overhead = report["overhead_batch_8"]
+    lines += [
+        "",
+        "Cold: nothing is stored. Warm: every document is stored, the order is new. KV of the documents: blocks that hold "
+        "documents while 8 requests use the same ones in 8 orders, divided by the documents' own size.",
+        "",
+        f"A decode step at batch 8 takes {overhead['decode_step_ms']:.0f} ms, "
+        f"{100 * overhead['share_outside_forward']:.1f} % of it outside the model's forward (scheduling, planning, "
+        "sampling, detokenising).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def engine_section(report: dict[str, Any]) -> str:
+    """Describe what `gpu_engine.py` measured first; the rest is on the GPU pages."""
+    lines = [
+        "## On a GPU",
+        "",
+        f"{report['model']}, {report['environment']['gpu'][0]}, torch {report['environment']['versions']['torch']}, "
+        f"commit {report['commit']}. Time to first token of a 64-token question over ten stored 512-token documents in a "
+        "new order, one request alone:",
+        "",
+        "| method | median | p10-p90 |",
+        "|---|---|---|",
+    ]
+    for method, t in report["ttft"].items():
+        if "median" in t:
+            lines.append(f"| `{method}` | {t['median']:.1f} ms | {t['p10']:.1f}-{t['p90']:.1f} |")
+    lines += [
+        "",
+        "Decode, serving at equal memory, and what was missed: [gpu.md](gpu.md). Kernels against their floors: "
+        "[kernels.md](kernels.md). The server under load: [operations.md](operations.md).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def build_page() -> str:
+    """Return the page's text."""
+    sections = [INTRODUCTION, cpu_section(json.loads((RESULTS / "cpu.json").read_text()))]
+    sections.append(engine_section(json.loads((RESULTS / "engine_h200.json").read_text())))
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(build_page())
+    print(f"written to {PAGE.relative_to(ROOT)}")
