@@ -225,3 +225,27 @@ def test_memory_that_nobody_wrote_is_never_read():
     for caches in engine.model_runner.kv_pool.layers:
         assert all(bool(torch.isnan(cache).all()) for cache in caches), "the fixture poisons fresh memory"
     assert answer(engine, prompt("p11 d9 t7")).error is None
+
+
+def test_a_token_that_cannot_be_spelled_fails_its_request_alone():
+    """An exception of the tokenizer ended the engine, and with it every request."""
+    want = answer(make_engine(), prompt("p11 d9 t7")).outputs[0].token_ids
+    engine = make_engine()
+    engine.add_request("whole", prompt("p11 d9 t7"), GREEDY)
+    engine.add_request("broken", prompt("p11 d9 t8"), GREEDY)
+
+    class Broken:
+        stop_reason = None
+
+        def push(self, token_ids):
+            raise ValueError("no such token")
+
+        def finish(self):
+            return ""
+
+    engine._groups["broken"].sequences[0].detokenizer = Broken()
+    outputs = drain(engine)
+    assert "no such token" in str(outputs["broken"].error)
+    assert outputs["whole"].error is None
+    assert outputs["whole"].outputs[0].token_ids == want
+    engine.check_idle()

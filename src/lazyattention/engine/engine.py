@@ -199,11 +199,11 @@ class Engine:
             self._fail(sequence.group, error)
         changed: list[RequestGroup] = []
         if step.pieces:
-            batch = self.model_runner.build_batch(step)
             try:
+                batch = self.model_runner.build_batch(step)
                 tokens = self._run(batch)
             except Exception as error:  # whatever the model raises must not take other requests along
-                logger.exception("a forward pass over %d tokens failed", batch.num_tokens)
+                logger.exception("a forward pass over %d tokens failed", step.num_tokens)
                 self._fail_step(step, error)
             else:
                 self.scheduler.advance(step)
@@ -264,8 +264,12 @@ class Engine:
             group.timings.num_output_tokens += 1
             if group.timings.first_token_s is None:
                 group.timings.first_token_s = now
-            self._append(sequence, token)
             changed[group.request_id] = group
+            try:
+                self._append(sequence, token)
+            except Exception as error:  # a token that cannot be spelled is this request's failure alone
+                logger.exception("request %s: token %d has no text", group.request_id, token.token_id)
+                self._fail(group, LazyAttentionError(f"token {token.token_id} has no text: {error}"))
         return list(changed.values())
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
