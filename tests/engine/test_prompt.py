@@ -247,6 +247,13 @@ def test_a_prompt_that_ends_with_a_document_is_refused():
         prompts.chat([{"role": "user", "content": [{"type": "document", "text": "a"}]}])
 
 
+@pytest.mark.parametrize("text", ["", " ", "\n", "\t \u3000\n"])
+def test_a_document_of_white_space_is_as_empty_as_one_without_text(text):
+    """A document of blanks put its heading into the prompt; one without any text did not."""
+    layout = builder().chat([USER], [Document(text, id="blank")])
+    assert [span.token_ids for span in layout.spans if span.is_document] == [()]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(

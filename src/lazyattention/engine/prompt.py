@@ -232,6 +232,8 @@ class PromptBuilder:
         return list(self._document_spans(document.text, document.title, document.document_id))
 
     def _tokenize_document(self, text: str, title: str | None, document_id: str) -> tuple[Span, ...]:
+        if not text.strip():
+            return (Span((), document_id, title),)  # nothing to read; a heading alone would only take room
         pieces = split_text(text, lambda piece: len(self._tokenize_untrusted(piece)), self._max_chunk_len)
         spans = []
         for index, piece in enumerate(pieces):
@@ -240,7 +242,7 @@ class PromptBuilder:
             body = piece.strip("\n")
             token_ids = self._tokenize_untrusted(f"[Document{name}{part}]\n{body}\n\n")
             spans.append(Span(tuple(token_ids), document_id, title, index))
-        return tuple(spans) or (Span((), document_id, title),)
+        return tuple(spans)
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
