@@ -77,7 +77,10 @@ def test_concurrent_streams_give_what_each_request_gives_alone(serve):
         streams = await asyncio.gather(*(collect(served.generate(prompt(s), GREEDY)) for s in shorthands))
         assert [outputs[-1].outputs[0].token_ids for outputs in streams] == want
         for outputs in streams:
-            assert [output.finished for output in outputs] == [False] * 3 + [True]
+            # Outputs that were not read in time are merged: their number is free, what they add up to is not.
+            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+            deltas = [token_id for output in outputs for token_id in output.outputs[0].delta_token_ids]
+            assert deltas == outputs[-1].outputs[0].token_ids
             assert len({output.request_id for output in outputs}) == 1
         await served.call(served.engine.check_idle)
 
