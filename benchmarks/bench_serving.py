@@ -12,6 +12,7 @@ answers mean nothing. `--model` takes a real model. Sweeps (comma-separated opti
 import argparse
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,16 +21,19 @@ from typing import Any
 
 import torch
 from random_models import SHAPES, random_model
+from serving_combos import Combo, shard_of, standard_combos
 from workloads import Workload, at_rate, percentile, trace_workload, zipf_workload
 
 from lazyattention import EngineConfig, SamplingParams
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.outputs import RequestOutput
+from lazyattention.errors import LazyAttentionError
 from lazyattention.reuse import REUSE_METHODS
 from lazyattention.utils.environment import describe_environment
 
 METHODS = ("rotate_query", "copy_rotate", "rotate_key", "prefix", "full_recompute")
-# Blocks for the running requests' own texts, besides the documents' budget.
+# Nothing is ever warm for them.
+_STORE_NOTHING = ("full_recompute",)
 _WATCH_EVERY_STEPS = 16
 
 
@@ -168,12 +172,13 @@ def bench_workload(
     budgets = Budget(engine)
     num_blocks = cache.pool.num_blocks
     if budget is not None:
-        own = max(r.question_len + r.output_len for r in workload.requests) + workload.preamble_len
-        longest = max(sum(workload.document_lens[i] for i in r.documents) for r in workload.requests)
+        own = concurrency * (2 + cache.num_blocks_of(max(r.question_len + r.output_len for r in workload.requests)))
+        own += concurrency * cache.num_blocks_of(workload.preamble_len)
+        blocks = [cache.num_blocks_of(length) for length in workload.document_lens]
+        working_set = sum(blocks[i] for i in {i for r in workload.requests for i in r.documents})
         # One request must fit with a private copy of its documents, or copy_rotate cannot run at all.
-        floor = 2 * longest + concurrency * (own + 2 * cache.block_size)
-        wanted = int(budget * workload.working_set_tokens) + concurrency * (own + 2 * cache.block_size)
-        num_blocks = min(num_blocks, cache.num_blocks_of(max(wanted, floor)))
+        floor = 2 * max(sum(blocks[i] for i in r.documents) for r in workload.requests)
+        num_blocks = min(num_blocks, own + max(int(budget * working_set), floor))
     results: dict[str, Any] = {"working_set_tokens": workload.working_set_tokens, "methods": {}}
     for method in methods:
         results["num_blocks"] = budgets.set(num_blocks)
@@ -181,40 +186,126 @@ def bench_workload(
         results["methods"][method] = {
             name: run_phase(engine, part, method, concurrency=concurrency, num_taken=budgets.num_taken)
             for name, part in (("cold", cold), ("warm", warm))
+            if name == "warm" or method not in _STORE_NOTHING
         }
         results["methods"][method]["num_preemptions"] = engine.scheduler.num_preemptions - num_preemptions
     budgets.set(cache.pool.num_blocks)
     return results
 
 
-def sweep(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Workload]]:
-    """Yield the settings and the workload of every combination asked for."""
-    if arguments.trace is not None:
-        workload = trace_workload(arguments.trace, num_requests=2 * arguments.requests, seed=arguments.seed)
-        for budget in arguments.budget:
-            yield {"trace": arguments.trace.name, "budget": budget}, at_rate(workload, arguments.rate)
-        return
-    combinations = itertools.product(arguments.alpha, arguments.documents_per_request, arguments.document_len)
-    for alpha, per_request, document_len in combinations:
-        workload = zipf_workload(
-            num_documents=max(arguments.documents, per_request),
-            documents_per_request=per_request,
-            num_requests=2 * arguments.requests,
-            alpha=alpha,
-            document_len=document_len,
-            question_len=arguments.question_len,
-            output_len=arguments.output_len,
-            popular_first=arguments.popular_first,
-            seed=arguments.seed,
+def combos_of(arguments: argparse.Namespace) -> list[Combo]:
+    """Return the combinations asked for, in the order they run."""
+    if arguments.combos == "standard":
+        combos = standard_combos()
+    else:
+        factors = (arguments.alpha, arguments.documents_per_request, arguments.document_len, arguments.budget)
+        combos = [Combo(*values, load=arguments.load) for values in itertools.product(*factors)]
+    return shard_of(combos, arguments.shard)
+
+
+def workload_of(combo: Combo, arguments: argparse.Namespace) -> Workload:
+    """Draw a combination's requests, without arrival times."""
+    return zipf_workload(
+        num_documents=max(arguments.documents, combo.documents_per_request),
+        documents_per_request=combo.documents_per_request,
+        num_requests=2 * arguments.requests,
+        alpha=combo.alpha,
+        document_len=combo.document_len,
+        question_len=arguments.question_len,
+        output_len=arguments.output_len,
+        popular_first=arguments.popular_first,
+        seed=arguments.seed,
+    )
+
+
+class Sweep:
+    """Runs combinations until the time is used up, and reports after each."""
+
+    def __init__(self, engine: Engine, arguments: argparse.Namespace, started_s: float) -> None:
+        """Nothing has run yet.
+
+        Args:
+            engine: Idle.
+            arguments: The command line.
+            started_s: When the time budget began, by the monotonic clock.
+        """
+        self._engine = engine
+        self._arguments = arguments
+        self._deadline_s = started_s + (arguments.time_budget_s or float("inf"))
+        self._closed_loops: dict[Combo, float] = {}
+        self._s_per_prompt_token = 0.0
+        self.runs: list[dict[str, Any]] = []
+        self.left_out: list[dict[str, Any]] = []
+        self.failed: list[dict[str, Any]] = []
+
+    def run(self) -> Iterator[None]:
+        """Run all that fits, and stop after each combination for a report."""
+        if self._arguments.trace is not None:
+            workload = trace_workload(
+                self._arguments.trace, num_requests=2 * self._arguments.requests, seed=self._arguments.seed
+            )
+            for budget in self._arguments.budget:
+                settings = {"trace": self._arguments.trace.name, "budget": budget}
+                self._measure(settings, at_rate(workload, self._arguments.rate), budget)
+                yield
+            return
+        for combo in combos_of(self._arguments):
+            workload = workload_of(combo, self._arguments)
+            expected_s = self._s_per_prompt_token * _num_prompt_tokens(workload)
+            if time.monotonic() + expected_s > self._deadline_s:
+                self.left_out.append(combo.settings())
+                continue
+            try:
+                self._run_combo(combo, workload)
+            except LazyAttentionError as error:  # one that fails must not cost the others
+                print(f"failed: {combo.settings()}: {error}")
+                self.failed.append({"settings": combo.settings(), "error": str(error)})
+                self._become_idle()
+            yield
+
+    def _run_combo(self, combo: Combo, workload: Workload) -> None:
+        rate = self._arguments.rate
+        if combo.load:
+            rate = combo.load * self._closed_loop_rate(combo, workload)
+        result = self._measure(combo.settings(), at_rate(workload, rate, seed=self._arguments.seed), combo.budget)
+        result["offered_requests_per_s"] = rate
+        # Slower ones may follow, so a fast one lowers what is expected only a little.
+        s_per_token = result["elapsed_s"] / _num_prompt_tokens(workload)
+        self._s_per_prompt_token = max(s_per_token, 0.7 * self._s_per_prompt_token)
+        if rate is None and "rotate_query" in result["methods"]:
+            self._closed_loops[combo] = result["methods"]["rotate_query"]["warm"]["requests_per_s"]
+
+    def _measure(self, settings: dict[str, Any], workload: Workload, budget: float) -> dict[str, Any]:
+        arguments = self._arguments
+        begun_s = time.monotonic()
+        result = bench_workload(
+            self._engine, workload, arguments.methods, budget=budget, concurrency=arguments.concurrency
         )
-        for budget in arguments.budget:
-            settings = {
-                "alpha": alpha,
-                "documents_per_request": per_request,
-                "document_len": document_len,
-                "budget": budget,
-            }
-            yield settings, at_rate(workload, arguments.rate, seed=arguments.seed)
+        result = {"settings": settings, **result, "elapsed_s": time.monotonic() - begun_s}
+        self.runs.append(result)
+        print_table(settings, result)
+        return result
+
+    def _become_idle(self) -> None:
+        for request_id in self._engine.live_request_ids:
+            self._engine.abort(request_id)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def _closed_loop_rate(self, combo: Combo, workload: Workload) -> float:
+        """Return the warm requests/s of `rotate_query` in a closed loop, measured now if it has not run before."""
+        closed = replace(combo, load=0.0)
+        if closed not in self._closed_loops:
+            result = bench_workload(
+                self._engine, workload, ["rotate_query"], budget=combo.budget, concurrency=self._arguments.concurrency
+            )
+            self._closed_loops[closed] = result["methods"]["rotate_query"]["warm"]["requests_per_s"]
+        return self._closed_loops[closed]
+
+
+def _num_prompt_tokens(workload: Workload) -> int:
+    lens = workload.document_lens
+    return sum(sum(lens[i] for i in r.documents) + r.question_len for r in workload.requests)
 
 
 def make_engine(arguments: argparse.Namespace) -> Engine:
@@ -237,8 +328,8 @@ def make_engine(arguments: argparse.Namespace) -> Engine:
 def warm_up(engine: Engine, methods: Sequence[str], concurrency: int) -> None:
     """Compile and load whatever the methods need, before anything is timed."""
     workload = zipf_workload(
-        num_documents=8, documents_per_request=4, num_requests=concurrency, alpha=0.0, document_len="200-300",
-        question_len="20", output_len="4", seed=99,
+        num_documents=8, documents_per_request=3, num_requests=concurrency, alpha=0.0, document_len="100-500",
+        question_len="20-90", output_len="4", seed=99,
     )  # fmt: skip
     for method in methods:
         run_phase(engine, workload, method, concurrency=concurrency)
@@ -251,13 +342,30 @@ def print_table(settings: dict[str, Any], result: dict[str, Any]) -> None:
     head = ("method", "phase", "TTFT p50", "p95 ms", "ITL p50", "p95 ms", "req/s", "tok/s", "hits", "copies")
     print("{:15} {:5} {:>9} {:>9} {:>8} {:>8} {:>7} {:>8} {:>6} {:>6}".format(*head))
     for method, phases in result["methods"].items():
-        for phase in ("cold", "warm"):
+        for phase in (name for name in ("cold", "warm") if name in phases):
             r = phases[phase]
             print(
                 f"{method:15} {phase:5} {r['ttft_p50_ms']:9.1f} {r['ttft_p95_ms']:9.1f} {r['itl_p50_ms']:8.2f}"
                 f" {r['itl_p95_ms']:8.2f} {r['requests_per_s']:7.2f} {r['output_tokens_per_s']:8.1f}"
                 f" {r['hit_rate']:6.1%} {r['copies_of_documents']:6.2f}"
             )
+
+
+def print_summary(sweep: Sweep) -> None:
+    """Print one line per combination: the first method's warm figures, and what it is worth against the others."""
+    print("\nwarm; after each other method: its TTFT p50 over the first's, the first's requests/s over its")
+    for run in sweep.runs:
+        warm = {method: phases["warm"] for method, phases in run["methods"].items()}
+        (first, ours), *others = warm.items()
+        name = " ".join(str(value) for value in run["settings"].values())
+        line = (
+            f"{name:26} {first} {ours['ttft_p50_ms']:7.1f} ms {ours['requests_per_s']:6.2f}/s {ours['hit_rate']:4.0%}"
+        )
+        for method, other in others:
+            ttft = other["ttft_p50_ms"] / ours["ttft_p50_ms"]
+            line += f" | {method} {ttft:.2f}x {ours['requests_per_s'] / other['requests_per_s']:.2f}x"
+        print(line)
+    print(f"settings: {' '.join(sweep.runs[0]['settings']) if sweep.runs else '-'}; left out: {len(sweep.left_out)}")
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
@@ -269,7 +377,9 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
     methods = list(runs[0]["methods"])
     labels = ["\n".join(f"{key}={value}" for key, value in run["settings"].items()) for run in runs]
-    figure, axes = pyplot.subplots(2, 1, figsize=(max(6.0, 1.6 * len(runs)), 7), layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(
+        2, 1, figsize=(min(max(6.0, 1.6 * len(runs)), 60.0), 7), layout="constrained", squeeze=False
+    )
     for axis, (key, title) in zip(
         axes[:, 0], (("requests_per_s", "requests/s, warm"), ("ttft_p50_ms", "median TTFT, warm (ms)")), strict=True
     ):
@@ -310,13 +420,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=several(float), default=[1.0], help="KV memory over the working set")
     parser.add_argument("--requests", type=int, default=64, help="cold, and as many warm")
     parser.add_argument("--concurrency", type=int, default=16, help="of the closed loop")
-    parser.add_argument("--rate", type=float, help="requests/s of an open loop with Poisson arrivals")
+    loop = parser.add_mutually_exclusive_group()
+    loop.add_argument("--rate", type=float, help="requests/s of an open loop with Poisson arrivals")
+    loop.add_argument(
+        "--load", type=float, default=0.0, help="likewise, as share of what rotate_query serves in the closed loop"
+    )
+    parser.add_argument("--combos", choices=("options", "standard"), default="options", help="what a sweep runs")
+    parser.add_argument("--shard", default="0/1", help="i/n: only every n-th combination, from the i-th")
+    parser.add_argument("--time-budget-s", type=float, help="leave out combinations that would take longer in all")
     parser.add_argument("--kv-tokens", type=int, help="size of the KV pool; default: what the device has free")
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serving.json"))
     parser.add_argument("--smoke", action="store_true", help="a tiny model and few requests, to see that all works")
     arguments = parser.parse_args(argv)
+    try:
+        shard_of([], arguments.shard)
+    except ValueError as error:
+        parser.error(str(error))
     for method in arguments.methods:
         REUSE_METHODS[method]  # an unknown one is named with its nearest match
     if arguments.smoke:
@@ -328,31 +449,44 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the sweep, print tables, write JSON and a plot."""
+    started_s = time.monotonic()
     arguments = parse(argv)
     engine = make_engine(arguments)
     warm_up(engine, arguments.methods, arguments.concurrency)
+    sweep = Sweep(engine, arguments, started_s)
     report: dict[str, Any] = {
         "benchmark": "bench_serving",
         "environment": describe_environment(),
+        "commit": os.environ.get("COMMIT", ""),
         "model": engine.loaded.name,
         "random_weights": not arguments.model,
         "dtype": str(engine.loaded.dtype),
         "compiled": engine.model_runner.compiled is not None,
         "cuda_graphs": engine.model_runner.graphs is not None,
         "arguments": {key: str(value) for key, value in vars(arguments).items()},
-        "runs": [],
+        "start_up_s": time.monotonic() - started_s,
+        "runs": sweep.runs,
+        "left_out": sweep.left_out,
+        "failed": sweep.failed,
     }
-    print(f"{engine.loaded.name} on {arguments.device}, {engine.loaded.dtype}")
+    print(f"{engine.loaded.name} on {arguments.device}, {engine.loaded.dtype}; ready in {report['start_up_s']:.1f} s")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for settings, workload in sweep(arguments):
-        result = bench_workload(
-            engine, workload, arguments.methods, budget=settings["budget"], concurrency=arguments.concurrency
-        )
-        report["runs"].append({"settings": settings, **result})
-        print_table(settings, result)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    plot(report["runs"], arguments.out.with_suffix(".png"))
-    print(f"\nwritten to {arguments.out} and {arguments.out.with_suffix('.png')}")
+    for _ in sweep.run():
+        write_report(report, arguments.out)
+    write_report(report, arguments.out)
+    print_summary(sweep)
+    if sweep.runs:
+        plot(sweep.runs, arguments.out.with_suffix(".png"))
+    print(f"\nwritten to {arguments.out}")
+    if sweep.failed:
+        raise SystemExit(f"{len(sweep.failed)} combinations failed")
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Replace the report as a whole, so that a run that is cut off leaves a valid one."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(report, indent=1) + "\n")
+    beside.replace(path)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 512,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 65536,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
     },

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving benchmark measures what it says, and its workloads are what they say."""
 
+import itertools
 import json
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_serving
 from random_models import random_model
+from serving_combos import Combo, shard_of, standard_combos
 from workloads import Lengths, at_rate, trace_workload, zipf_workload
 
 from lazyattention import EngineConfig
@@ -48,8 +50,95 @@ def test_smoke_run_writes_report_and_plot(tmp_path, capsys):
     assert run["methods"]["full_recompute"]["warm"]["hit_rate"] == 0
     assert run["methods"]["rotate_query"]["warm"]["hit_rate"] > run["methods"]["rotate_query"]["cold"]["hit_rate"] > 0
     assert all(phases["warm"]["num_requests"] == 6 for phases in run["methods"].values())
+    assert [method for method, phases in run["methods"].items() if "cold" not in phases] == ["full_recompute"]
     assert (tmp_path / "serving.png").stat().st_size > 10_000
     assert "random weights" in capsys.readouterr().out
+
+
+@pytest.fixture
+def few_combos(monkeypatch):
+    combos = [
+        Combo(1.0, 2, "24", 1.0, load=0.5),
+        Combo(1.0, 2, "24", 1.0),
+        Combo(0.0, 5, "9~0.8", 0.25),
+        Combo(2.1, 20, "9", 2.5, load=0.6),
+    ]
+    monkeypatch.setattr(bench_serving, "standard_combos", lambda: list(combos))
+    return combos
+
+
+def run_standard(tmp_path, *options):
+    path = tmp_path / "serving.json"
+    arguments = ["--combos", "standard", "--requests", "6", "--concurrency", "3", "--documents", "20"]
+    arguments += ["--question-len", "5", "--output-len", "2", "--kv-tokens", "4096", "--methods", "rotate_query,prefix"]
+    bench_serving.main([*arguments, "--out", str(path), *options])
+    return json.loads(path.read_text())
+
+
+def test_standard_sweep_runs_open_loops_at_a_share_of_the_closed_one(tmp_path, few_combos, capsys):
+    report = run_standard(tmp_path)
+    assert [run["settings"] for run in report["runs"]] == [combo.settings() for combo in few_combos]
+    opened, closed, _, crowded = report["runs"]
+    assert closed["offered_requests_per_s"] is None
+    assert 0 < opened["offered_requests_per_s"] < closed["methods"]["rotate_query"]["warm"]["requests_per_s"]
+    assert crowded["num_blocks"] > 2 * crowded["working_set_tokens"] / 16
+    assert report["left_out"] == []
+    assert not (tmp_path / "serving.part").exists()
+    summary = capsys.readouterr().out.split("\nwarm;")[1]
+    assert summary.count("| prefix ") == 4
+
+
+def test_shards_and_time_budget_leave_out_by_name(tmp_path, few_combos, monkeypatch):
+    report = run_standard(tmp_path, "--shard", "1/2")
+    assert [run["settings"] for run in report["runs"]] == [combo.settings() for combo in few_combos[1::2]]
+    measure = bench_serving.Sweep._measure
+
+    def took_an_hour(sweep, *arguments):
+        result = measure(sweep, *arguments)
+        result["elapsed_s"] = 3600.0
+        return result
+
+    monkeypatch.setattr(bench_serving.Sweep, "_measure", took_an_hour)
+    report = run_standard(tmp_path, "--time-budget-s", "60", "--shard", "1/2")
+    assert [run["settings"] for run in report["runs"]] == [few_combos[1].settings()]
+    assert report["left_out"] == [few_combos[3].settings()]
+
+
+def test_a_combination_that_fails_costs_no_other(tmp_path, few_combos, monkeypatch):
+    few_combos.insert(1, Combo(1.0, 5, "900", 1.0))  # never fits into the pool
+    monkeypatch.setattr(bench_serving, "standard_combos", lambda: list(few_combos))
+    with pytest.raises(SystemExit, match="1 combinations failed"):
+        run_standard(tmp_path)
+    report = json.loads((tmp_path / "serving.json").read_text())
+    assert len(report["runs"]) == 4
+    (failed,) = report["failed"]
+    assert failed["settings"]["document_len"] == "900"
+    assert "can never fit" in failed["error"]
+
+
+def test_a_budget_leaves_room_for_one_private_copy_of_many_odd_documents(engine):
+    """Blocks that documents fill only in part count, too."""
+    workload = zipf_workload(
+        num_documents=20, documents_per_request=20, num_requests=4, alpha=0.0, document_len="1-20", question_len="6",
+        output_len="2",
+    )  # fmt: skip
+    result = bench_serving.bench_workload(engine, workload, ["copy_rotate"], budget=0.01, concurrency=2)
+    assert result["methods"]["copy_rotate"]["warm"]["num_requests"] == 2
+
+
+def test_standard_combinations_see_every_pair_of_settings_early():
+    combos = standard_combos()
+    assert len(set(combos)) == len(combos) == 3 * 2 * 3 * 4 * 2 + 1
+    first = combos[:30]
+    pairs = {pair for combo in combos for pair in itertools.combinations(combo.settings().items(), 2)}
+    early = {pair for combo in first for pair in itertools.combinations(combo.settings().items(), 2)}
+    assert pairs == early
+    assert Combo(0.0, 1, "128", 1.0) in combos[:8]
+    shards = [shard_of(combos, f"{i}/3") for i in range(3)]
+    assert sorted(map(str, itertools.chain(*shards))) == sorted(map(str, combos))
+    for wrong in ("2/2", "a/2", "1", "-1/2"):
+        with pytest.raises(ValueError, match="i/n"):
+            shard_of(combos, wrong)
 
 
 def test_every_method_gets_the_same_memory_and_an_empty_store(engine, workload):
