@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lazyattention.errors import ConfigError
+from lazyattention.unlearn.attribution import AttributionScores
 from lazyattention.unlearn.config import UnlearnConfig
 from lazyattention.unlearn.metrics.progress import Progress
 from lazyattention.unlearn.simu import UnlearnResult, UnlearnSets, run_attribution, unlearn
@@ -101,24 +102,18 @@ def compare(
         for arm in arms:
             if not may_start():
                 break
-            config = _until_level(arm.config, seed, level, options)
-            model = load_model()
-            key = repr(config.attribution) + repr(config.neurons.dual != "keep")
-            if config.needs_attribution and key not in scores:
-                scores[key] = run_attribution(model, tokenizer, sets, config, progress=progress)
-            start = time.monotonic()
-            with tempfile.TemporaryDirectory() as folder:
-                result = unlearn(
-                    model, tokenizer, sets, config, output_dir=Path(folder), scores=scores.get(key), progress=progress
-                )
-            if level is None:
-                level = result.guard.target
-            if level is None:
-                raise ConfigError("matched forgetting needs a level: give a holdout set, or options.level")
-            runs.append(_describe_run(arm, seed, result, level, options, time.monotonic() - start))
+            key = attribution_key(arm.config)
+            if arm.config.needs_attribution and key not in scores:
+                scores[key] = run_attribution(load_model(), tokenizer, sets, arm.config, progress=progress)
+            at_level = dataclasses.replace(options, level=level)
+            run, result = run_arm(
+                load_model(), tokenizer, sets, arm, seed, at_level, scores=scores.get(key), progress=progress
+            )
+            level = run["level"]
+            runs.append(run)
             if on_result is not None:
                 runs[-1] |= on_result(arm, seed, result)
-            del model, result
+            del result
     if level is None:
         raise ConfigError("no run was started, so there is nothing to compare")
     return {
@@ -134,10 +129,51 @@ def compare(
     }
 
 
-def _until_level(config: UnlearnConfig, seed: int, level: float | None, options: CompareOptions) -> UnlearnConfig:
+def attribution_key(config: UnlearnConfig) -> str:
+    """Text that is equal for two configurations that step 1 gives the same scores."""
+    return repr(config.attribution) + repr(config.neurons.dual != "keep")
+
+
+def run_arm(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sets: UnlearnSets,
+    arm: Arm,
+    seed: int,
+    options: CompareOptions,
+    *,
+    scores: AttributionScores | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Any], UnlearnResult]:
+    """Run one arm with one seed until it reaches the level; `compare` is many of these and `summarize_arms`.
+
+    Args:
+        model: The original model; changed in place.
+        tokenizer: Of the model.
+        sets: See `compare`.
+        arm: What to run.
+        seed: Of data order, draws and random neurons.
+        options: Its seeds are not read.
+        scores: Of an earlier step 1 with the same `attribution_key`; skips it.
+        progress: See `compare`.
+
+    Returns:
+        The run as in `compare`'s "runs", and what `unlearn` returned.
+    """
+    start = time.monotonic()
+    config = _until_level(arm.config, seed, options)
+    with tempfile.TemporaryDirectory() as folder:
+        result = unlearn(model, tokenizer, sets, config, output_dir=Path(folder), scores=scores, progress=progress)
+    level = result.guard.target
+    if level is None:
+        raise ConfigError("matched forgetting needs a level: give a holdout set, or options.level")
+    return _describe_run(arm, seed, result, level, options, time.monotonic() - start), result
+
+
+def _until_level(config: UnlearnConfig, seed: int, options: CompareOptions) -> UnlearnConfig:
     """The arm's options, but a run ends where the level is reached and nowhere else."""
     metric: Any = options.level_metric
-    guards = dataclasses.replace(config.guards, max_utility_drop=_NO_BOUND, target_metric=metric, target=level)
+    guards = dataclasses.replace(config.guards, max_utility_drop=_NO_BOUND, target_metric=metric, target=options.level)
     return dataclasses.replace(
         config,
         guards=guards,
@@ -152,6 +188,8 @@ def _describe_run(
     return {
         "arm": arm.name,
         "seed": seed,
+        "level": level,
+        "stop_reason": result.guard.stop_reason,
         "trajectory": result.guard.history,
         "matched_utility": matched_utility(result.guard.history, level, options),
         "final": result.guard.after,

@@ -281,7 +281,8 @@ def _make_guard(
             sets.forget,
             sets.retain,
             max_examples=guards.num_examples,
-            batch_size=max(train.batch_size, 8),
+            # No gradients are kept, and training has a retain example beside each: four times as many fit.
+            batch_size=max(4 * train.batch_size, 8),
             template=train.template,
             max_len=train.max_len,
             with_rouge=False,
@@ -290,7 +291,13 @@ def _make_guard(
     target = guards.target
     if target is None and sets.holdout:
         holdout = measure(
-            model, tokenizer, sets.holdout, template=train.template, max_len=train.max_len, with_rouge=False
+            model,
+            tokenizer,
+            sets.holdout,
+            batch_size=max(4 * train.batch_size, 8),
+            template=train.template,
+            max_len=train.max_len,
+            with_rouge=False,
         )
         target = holdout["mean_nll" if guards.target_metric == "loss" else guards.target_metric]
     return Guard(guards, measure_now, snapshot, target)

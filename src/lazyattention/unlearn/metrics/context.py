@@ -2,9 +2,10 @@
 """What metrics share: the model, the sets, and each forward pass done once however many metrics need it."""
 
 import contextlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ class EvalContext:
         retrained: The result of `evaluate` on the retrained model, or None.
         progress: Shows how far the passes are.
         results: Name of a metric to its result.
-        pass_timings_s: Seconds of each pass over a set, such as "score/forget/answer" and "generate/forget".
+        pass_timings_s: Seconds of each pass, such as "score/forget/answer" and "generate/forget+retain".
     """
 
     model: PreTrainedModel
@@ -171,29 +172,44 @@ class EvalContext:
         return self._encoded[key]
 
     def texts(self, split: str) -> list[str]:
-        """Generate an answer to every question of a set, greedily.
+        """Return a greedy answer to every question of a set."""
+        self.generate([split])
+        return self._texts[split]
 
+    def generate(self, splits: Iterable[str], max_new_tokens: Mapping[str, int] | None = None) -> None:
+        """Answer every question of the sets that have no texts yet, all in one pass: `texts` then has them.
+
+        A batch takes as long as its longest answer, whatever its size, so few large batches beat one pass per set.
         The continuation of a "completion" is cut to as many tokens as the true one has: it has no end of its own.
+
+        Args:
+            splits: Names of sets.
+            max_new_tokens: Of each set; None = `EvalOptions.max_new_tokens` for all.
         """
-        if split not in self._texts:
-            encoded = self.encoded(split)
-            limits = [
-                min(self.options.max_new_tokens, len(item.answer_ids))
-                if example.kind == "completion"
-                else self.options.max_new_tokens
-                for item, example in zip(encoded, self.splits[split], strict=True)
-            ]
-            with self._pass(f"generate/{split}", len(encoded)) as advance:
-                self._texts[split] = generate_texts(
+        missing = [split for split in splits if split not in self._texts]
+        prompts: list[list[int]] = []
+        limits: list[int] = []
+        for split in missing:
+            longest = self.options.max_new_tokens if max_new_tokens is None else max_new_tokens[split]
+            for item, example in zip(self.encoded(split), self.splits[split], strict=True):
+                prompts.append(item.prompt_ids)
+                limits.append(min(longest, len(item.answer_ids)) if example.kind == "completion" else longest)
+        if not missing:
+            return
+        with self._pass(f"generate/{'+'.join(missing)}", len(prompts)) as advance:
+            texts = iter(
+                generate_texts(
                     self.model,
                     self.tokenizer,
-                    [item.prompt_ids for item in encoded],
+                    prompts,
                     max_new_tokens=limits,
                     stop_token_ids=stop_token_ids_of(self.model, self.tokenizer, self.options.template),
                     batch_size=self.batch_size,
                     on_batch=advance,
                 )
-        return self._texts[split]
+            )
+        for split in missing:
+            self._texts[split] = list(itertools.islice(texts, len(self.splits[split])))
 
     @contextlib.contextmanager
     def _pass(self, name: str, total: int) -> Iterator[Callable[[int], None]]:

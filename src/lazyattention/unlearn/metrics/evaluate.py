@@ -56,7 +56,7 @@ def evaluate(
     Returns:
         "metrics": name to result, either {"splits": {split: {"value", …}}} or {"value", …}; "summary": the values
         alone, as {"truth_ratio/forget": 0.4, "model_utility": 0.6, …}; "skipped": name to reason; "timings_s": of
-        each pass over a set ("score/forget/answer", "generate/forget"), the arithmetic being free; "settings";
+        each pass ("score/forget/answer", "generate/forget+retain"), the arithmetic being free; "settings";
         "num_examples"; "digests" of data and, with `resume_path`, of weights; "schema".
 
     Raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few metrics on a few examples, cheap enough to look at while a model is being trained."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,20 +54,15 @@ def quick_metrics(
     """
     if max_examples < 1:
         raise ConfigError(f"max_examples must be at least 1, got {max_examples}")
-    result: dict[str, dict[str, float]] = {}
-    for name, examples in (("forget", forget), ("retain", retain)):
-        if examples:
-            chosen = evenly_spaced(examples, max_examples)
-            result[name] = measure(
-                model,
-                tokenizer,
-                chosen,
-                batch_size=batch_size,
-                template=template,
-                max_len=max_len,
-                with_rouge=with_rouge,
-            )
-    return result
+    chosen = {
+        name: evenly_spaced(examples, max_examples)
+        for name, examples in (("forget", forget), ("retain", retain))
+        if examples
+    }
+    measured = measure_each(
+        model, tokenizer, chosen, batch_size=batch_size, template=template, max_len=max_len, with_rouge=with_rouge
+    )
+    return {name: item.means() for name, item in measured.items()}
 
 
 def measure(
@@ -81,41 +76,68 @@ def measure(
     with_rouge: bool = True,
 ) -> dict[str, float]:
     """Measure one set; see `quick_metrics`."""
-    per_example, mean_nll = measure_each(
-        model, tokenizer, examples, batch_size=batch_size, template=template, max_len=max_len, with_rouge=with_rouge
-    )
-    means = {name: float(np.mean(values)) for name, values in per_example.items()}
-    return {**means, "mean_nll": mean_nll, "num_examples": float(len(examples))}
+    return measure_each(
+        model,
+        tokenizer,
+        {"set": examples},
+        batch_size=batch_size,
+        template=template,
+        max_len=max_len,
+        with_rouge=with_rouge,
+    )["set"].means()
+
+
+@dataclass(frozen=True, slots=True)
+class QuickMeasurement:
+    """One set's metrics.
+
+    Attributes:
+        per_example: Metric name to values in the order of the set.
+        mean_nll: Nats per token over all tokens of the set.
+    """
+
+    per_example: Mapping[str, Sequence[float]]
+    mean_nll: float
+
+    def means(self) -> dict[str, float]:
+        """Return what `quick_metrics` does for one set."""
+        means = {name: float(np.mean(values)) for name, values in self.per_example.items()}
+        num_examples = len(next(iter(self.per_example.values())))
+        return {**means, "mean_nll": self.mean_nll, "num_examples": float(num_examples)}
 
 
 def measure_each(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[QAExample],
+    sets: Mapping[str, Sequence[QAExample]],
     *,
     batch_size: int = 8,
     template: Template = "auto",
     max_len: int = 512,
     with_rouge: bool = True,
-) -> tuple[dict[str, list[float]], float]:
-    """Return the metrics of `quick_metrics` for each example, in order, and the mean nll per token of all."""
-    context = EvalContext(
-        model, tokenizer, {"set": examples}, EvalOptions(template=template, max_len=max_len), batch_size
-    )
-    scores = context.scores("set")
-    values = {
-        "extraction_strength": [extraction_strength(item) for item in scores],
-        "exact_memorization": [exact_memorization(item) for item in scores],
-        "answer_probability": [answer_probability(item) for item in scores],
-    }
+) -> dict[str, QuickMeasurement]:
+    """Return the metrics of `quick_metrics` for each example of each set; all sets are answered in one pass."""
+    context = EvalContext(model, tokenizer, sets, EvalOptions(template=template, max_len=max_len), batch_size)
     if with_rouge:
-        longest = max(len(item.answer_ids) for item in context.encoded("set"))
-        context.options = replace(context.options, max_new_tokens=longest + _EXTRA_TOKENS)
-        texts = context.texts("set")
-        values["rouge_l"] = [
-            rouge_l(example.answer, text).recall for example, text in zip(examples, texts, strict=True)
-        ]
-    return values, sum(item.nll for item in scores) / sum(len(item.logprobs) for item in scores)
+        context.generate(
+            sets, {name: max(len(item.answer_ids) for item in context.encoded(name)) + _EXTRA_TOKENS for name in sets}
+        )
+    measured = {}
+    for name, examples in sets.items():
+        scores = context.scores(name)
+        values = {
+            "extraction_strength": [extraction_strength(item) for item in scores],
+            "exact_memorization": [exact_memorization(item) for item in scores],
+            "answer_probability": [answer_probability(item) for item in scores],
+        }
+        if with_rouge:
+            values["rouge_l"] = [
+                rouge_l(example.answer, text).recall
+                for example, text in zip(examples, context.texts(name), strict=True)
+            ]
+        mean_nll = sum(item.nll for item in scores) / sum(len(item.logprobs) for item in scores)
+        measured[name] = QuickMeasurement(values, mean_nll)
+    return measured
 
 
 def evenly_spaced(examples: Sequence[QAExample], count: int) -> list[QAExample]:

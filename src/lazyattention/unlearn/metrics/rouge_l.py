@@ -46,6 +46,7 @@ def rouge_l(reference: str, prediction: str) -> RougeL:
 def compute(context: EvalContext) -> dict[str, Any]:
     """Per set: mean recall of greedy answers ("value", as TOFU), mean "f1", and the generated texts."""
     splits: dict[str, Any] = {}
+    context.generate(context.splits)
     for name, examples in context.splits.items():
         ids, texts = ids_of(examples), context.texts(name)
         found = [rouge_l(example.answer, text) for example, text in zip(examples, texts, strict=True)]

@@ -115,17 +115,17 @@ class ProbeContext:
         """Return the examples of a set that are measured; empty if there is no such set."""
         return evenly_spaced(self.splits.get(split, []), self.options.max_examples)
 
-    def measure(self, model: PreTrainedModel, examples: Sequence[QAExample]) -> "Measurement":
-        """Measure one set."""
-        per_example, mean_nll = measure_each(
+    def measure(self, model: PreTrainedModel, sets: Mapping[str, Sequence[QAExample]]) -> "dict[str, Measurement]":
+        """Measure several sets, or one set asked in several ways, in one pass."""
+        measured = measure_each(
             model,
             self.tokenizer,
-            examples,
+            sets,
             batch_size=self.options.batch_size,
             template=self.options.template,
             max_len=self.options.max_len,
         )
-        return Measurement(per_example, mean_nll)
+        return {name: Measurement(item.per_example, item.mean_nll) for name, item in measured.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,15 @@ def run(context: ProbeContext) -> dict[str, Any]:
     if not examples:
         raise ProbeUnavailableError("needs forget examples with a paraphrased_question")
     model = context.intact_model()
-    plain = context.measure(model, examples)
-    paraphrased = context.measure(
-        model, [replace(example, question=example.paraphrased_question or "") for example in examples]
-    )
-    before, after = plain.as_dict(), paraphrased.as_dict()
+    paraphrased = [replace(example, question=example.paraphrased_question or "") for example in examples]
+    measured = context.measure(model, {"plain": examples, "paraphrased": paraphrased})
+    before, after = measured["plain"].as_dict(), measured["paraphrased"].as_dict()
     return {
         "method": "the paraphrased question of each forget example instead of its own; same true answer",
         "before": {"forget": before},
         "after": {"forget": after},
         "change": {"forget": change(before, after)},
-        "worst": {"forget": worst_of([plain, paraphrased]).as_dict()},
+        "worst": {"forget": worst_of(list(measured.values())).as_dict()},
     }
 
 

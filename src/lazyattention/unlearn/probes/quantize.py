@@ -76,12 +76,12 @@ def run(context: ProbeContext) -> dict[str, Any]:
     if "forget" not in sets:
         raise ProbeUnavailableError("needs the split 'forget'")
     model = _merged(context.fresh_model())
-    before = {name: context.measure(model, examples).as_dict() for name, examples in sets.items()}
+    before = {name: item.as_dict() for name, item in context.measure(model, sets).items()}
     options = context.options
     facts = quantize_model(model, num_bits=options.quantize_bits, group_size=options.quantize_group_size)
     if not facts["num_quantized"]:
         raise ProbeUnavailableError("found no floating-point weight to round; give a model that is not quantised yet")
-    after = {name: context.measure(model, examples).as_dict() for name, examples in sets.items()}
+    after = {name: item.as_dict() for name, item in context.measure(model, sets).items()}
     return {
         "method": (
             f"{options.quantize_bits}-bit quantise and dequantise, round to nearest, asymmetric min-max, groups of "

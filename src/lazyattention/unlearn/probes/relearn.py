@@ -38,14 +38,14 @@ def run(context: ProbeContext) -> dict[str, Any]:
         model.float()
     encoded = encode_examples(context.tokenizer, attack, template=options.template, max_len=options.max_len)
     trajectory: list[dict[str, Any]] = [
-        {"step": 0, **{name: context.measure(model, items).as_dict() for name, items in sets.items()}}
+        {"step": 0, **{name: item.as_dict() for name, item in context.measure(model, sets).items()}}
     ]
     attacker = _Attacker(model, encoded, pad_id_of(context.tokenizer), context)
     losses: list[float] = []
     for step in range(1, options.relearn_steps[-1] + 1):
         losses.append(attacker.step())
         if step in options.relearn_steps:
-            measured = {name: context.measure(model, items).as_dict() for name, items in sets.items()}
+            measured = {name: item.as_dict() for name, item in context.measure(model, sets).items()}
             trajectory.append({"step": step, **measured})
     before = {name: trajectory[0][name] for name in sets}
     after = {name: trajectory[-1][name] for name in sets}
