@@ -38,18 +38,18 @@ FAMILIES = [
 
 
 def training_logprobs(model, rows):
-    """Log-probabilities at each answer token of each row, all rows in one padded batch."""
+    """Log-probabilities at each answer token of each row, all rows packed in one batch."""
     model.set_attn_implementation(TRAINING_ATTENTION_NAME)
     batch = make_batch(rows, layer_rotaries(model))
     output = model(
         input_ids=batch.input_ids,
-        position_ids=batch.visibility.positions,
+        position_ids=batch.visibility.positions[None],
         use_cache=False,
         chunk_visibility=batch.visibility,
-        logits_to_keep=batch.num_kept,
+        logits_to_keep=batch.kept,
     )
-    logprobs = output.logits.log_softmax(dim=-1)
-    return [logprobs[index][batch.answer_mask[index]] for index in range(len(rows))]
+    logprobs = output.logits[0].log_softmax(dim=-1)
+    return [logprobs[batch.answer_mask & (batch.kept_rows == index)] for index in range(len(rows))]
 
 
 def error_against_engine(engine, model, prompts, way):
@@ -83,22 +83,42 @@ def test_float32_is_as_near():
 @pytest.mark.parametrize("broken", ["no extra keys", "wrong turn", "no turn", "chunks see each other"])
 def test_breaking_it_is_noticed(broken, monkeypatch):
     visibility = attention_module.ChunkVisibility
-    seen, table = visibility._seen, visibility._table
+    mask, table = visibility.mask, visibility._table
     if broken == "no extra keys":
-        monkeypatch.setattr(visibility, "extend", lambda self, k, v, _: (k, v))
-        monkeypatch.setattr(visibility, "_seen", lambda self, w: seen(self, w)[:, :, : self.positions.shape[1]])
+
+        def only_tokens(self, index, window):
+            num_tokens = self.prompts[index].token_end - self.prompts[index].token_start
+            seen = mask(self, index, window)
+            return seen & (torch.arange(seen.shape[1]) < num_tokens)
+
+        monkeypatch.setattr(visibility, "mask", only_tokens)
     elif broken == "wrong turn":
         monkeypatch.setattr(visibility, "_table", lambda self, f, k: (table(self, f, k)[0], -table(self, f, k)[1]))
     elif broken == "no turn":
         monkeypatch.setattr(attention_module, "turn", lambda rows, *_: rows)
     else:
-        monkeypatch.setattr(visibility, "_seen", lambda self, w: seen(self, w) | seen(self, w).any(1, keepdim=True))
+        monkeypatch.setattr(
+            visibility, "mask", lambda self, i, w: mask(self, i, w) | mask(self, i, w).any(0, keepdim=True).tril()
+        )
     engine = make_engine(loaded_tiny(num_hidden_layers=2))
     model = tiny_model(num_hidden_layers=2).double()
     assert error_against_engine(engine, model, PROMPTS[:2], WAYS[0]) > 1e-2
 
 
-def test_gradients_pass_and_padding_has_none():
+@pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
+def test_flex_attention_gives_the_same_outputs(model_type, variant, monkeypatch):
+    rows = [TrainingRow(prompt(PROMPTS[index % 2]), ANSWER, *way) for index, way in enumerate(WAYS)]
+    model = tiny_model(model_type, variant)
+    with torch.no_grad():
+        want = training_logprobs(model, rows)
+        monkeypatch.setattr(attention_module, "_prompt_by_prompt", attention_module._flex_attention)
+        monkeypatch.setattr(attention_module, "_plain_attention", None)
+        got = training_logprobs(model, rows)
+    for one, other in zip(want, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_gradients_pass():
     model = tiny_model(num_hidden_layers=2)
     model.get_input_embeddings().requires_grad_(True)
     rows = [TrainingRow(prompt("p11 d9 d16 t5"), ANSWER, *WAYS[0]), TrainingRow(prompt("t2"), (5,), *WAYS[0])]
@@ -107,8 +127,7 @@ def test_gradients_pass_and_padding_has_none():
     gradient = model.get_input_embeddings().weight.grad
     assert bool(gradient.isfinite().all())
     used = {token for row in rows for token in row.layout.token_ids}
-    assert gradient[sorted(used - {0})].abs().sum(1).min() > 0
-    assert gradient[0].abs().sum() == 0  # the padding token
+    assert gradient[sorted(used)].abs().sum(1).min() > 0
 
 
 def test_rows_of_different_masks_share_a_batch():
@@ -122,10 +141,15 @@ def test_rows_of_different_masks_share_a_batch():
 def test_targets_and_masks_point_at_question_and_answer():
     layout = prompt("p11 d9 t5")
     batch = make_batch([TrainingRow(layout, ANSWER, *WAYS[0]), TrainingRow(prompt("t9"), (5, 6), *WAYS[0])], [])
-    assert batch.targets[0][batch.answer_mask[0]].tolist() == list(ANSWER)
-    assert batch.targets[1][batch.answer_mask[1]].tolist() == [5, 6]
-    assert batch.targets[0][batch.question_mask[0]].tolist() == list(layout.spans[-1].token_ids[1:])
-    assert batch.targets[1][batch.question_mask[1]].tolist() == list(prompt("t9").spans[0].token_ids[1:])
+    tokens = batch.input_ids[0]
+    for row, question, answer in (
+        (0, layout.spans[-1].token_ids, ANSWER),
+        (1, prompt("t9").spans[0].token_ids, (5, 6)),
+    ):
+        own = batch.kept_rows == row
+        assert batch.targets[own & batch.answer_mask].tolist() == list(answer)
+        assert batch.targets[own & batch.question_mask].tolist() == list(question[1:])
+        assert tokens[batch.kept[own]].tolist() == [*question, *answer[:-1]]
 
 
 def test_what_would_change_the_mathematics_is_refused():
@@ -135,7 +159,7 @@ def test_what_would_change_the_mathematics_is_refused():
     with pytest.raises(UnsupportedError, match="position_bias"):
         model(
             input_ids=batch.input_ids,
-            position_ids=batch.visibility.positions,
+            position_ids=batch.visibility.positions[None],
             use_cache=False,
             chunk_visibility=batch.visibility,
             position_bias=torch.zeros(1),

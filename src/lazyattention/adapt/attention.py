@@ -1,102 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's chunk mask as an attention function that gradients pass through, for padded batches of whole prompts.
+"""The engine's chunk mask as an attention function that gradients pass through, for whole prompts packed into one row.
 
 Everything stands at its true position. A chunk encoded after the preamble sees the preamble as if it directly followed
 it, so its queries need the preamble's keys moved up to the chunk: such keys are appended as extra keys, turned by the
 distance, and seen by that chunk alone. All else is a mask.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
 from lazyattention.errors import UnsupportedError
 from lazyattention.ops.rotary import LayerRotary, turn, turn_table
 
 TRAINING_ATTENTION_NAME = "lazyattention_training"
+# Packed lengths on CUDA are multiples of this, the tile of FlexAttention's masks.
+TILE = 128
 # What transformers' models pass along and what changes nothing here.
 _HARMLESS_KEYWORDS = frozenset(
     {"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "output_attentions", "return_dict"}
 )
 
 
+@dataclass(frozen=True, slots=True)
+class PackedPrompt:
+    """Where one prompt lies: its tokens among the packed tokens, its extra keys among the extra keys."""
+
+    token_start: int
+    token_end: int
+    extra_start: int
+    extra_end: int
+
+
 @dataclass(slots=True, eq=False)
 class ChunkVisibility:
-    """Who sees whom in one batch. Masks and tables are made once per batch, not once per layer.
+    """Who sees whom in one packed row. Masks and tables are made once per batch, not once per layer.
+
+    A key is seen by the tokens of its own span and by the text of its own prompt, as far as it stands before them.
 
     Attributes:
-        positions: int64 `[batch, num_tokens]`, true positions.
-        span_ids: int64 `[batch, num_tokens]`, the span a token belongs to; -1 = padding.
-        is_text: bool `[batch, num_tokens]`: sees all earlier spans; other tokens see their own span only.
-        extra_sources: int64 `[batch, num_extra]`, index of the token whose key and value each extra key copies.
-        extra_deltas: int64 `[batch, num_extra]`, tokens by which its key is moved up.
-        extra_spans: int64 `[batch, num_extra]`, the only span that sees it; -2 = padding.
+        positions: int64 `[num_tokens]`, true positions within each prompt.
+        span_ids: int64 `[num_tokens]`, the span a token belongs to, unique over all prompts; -1 = padding.
+        text_ids: int64 `[num_tokens]`, the prompt whose text a token is; -2 = it is none, and sees its own span only.
+        key_positions: int64 `[num_tokens + num_extra]`, where each key stands.
+        key_span_ids: int64 `[num_tokens + num_extra]`, the span whose tokens see it.
+        key_text_ids: int64 `[num_tokens + num_extra]`, the prompt whose text sees it; -1 = none.
+        extra_sources: int64 `[num_extra]`, the token whose key and value each extra key copies.
+        extra_deltas: int64 `[num_extra]`, tokens by which its key is moved up.
+        prompts: Where each prompt lies.
         rotaries: Per layer, how keys turn.
     """
 
     positions: torch.Tensor
     span_ids: torch.Tensor
-    is_text: torch.Tensor
+    text_ids: torch.Tensor
+    key_positions: torch.Tensor
+    key_span_ids: torch.Tensor
+    key_text_ids: torch.Tensor
     extra_sources: torch.Tensor
     extra_deltas: torch.Tensor
-    extra_spans: torch.Tensor
+    prompts: tuple[PackedPrompt, ...]
     rotaries: tuple[LayerRotary, ...]
-    _biases: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
     _tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
+    def num_tokens(self) -> int:
+        """Packed tokens, padding included."""
+        return len(self.positions)
+
+    @property
     def num_extra(self) -> int:
-        """Extra keys per row of the batch."""
-        return self.extra_sources.shape[1]
+        """Extra keys."""
+        return len(self.extra_sources)
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask `[batch, 1, num_tokens, num_tokens + num_extra]`: 0 = seen, a large negative number = not.
+    def mask(self, index: int, window: int | None) -> torch.Tensor:
+        """Mask of one prompt alone: bool `[its tokens, its tokens + its extra keys]`."""
+        key = (window, index)
+        if key not in self._masks:
+            prompt = self.prompts[index]
+            tokens = torch.arange(prompt.token_start, prompt.token_end, device=self.positions.device)
+            extra = torch.arange(prompt.extra_start, prompt.extra_end, device=self.positions.device)
+            seen = self._seen_function(window)
+            self._masks[key] = seen(None, None, tokens[:, None], torch.cat((tokens, self.num_tokens + extra))[None])
+        return self._masks[key]
 
-        A finite number, so that a padding row's softmax is no NaN. A token always sees itself.
-        """
-        key = (window, dtype)
-        if key not in self._biases:
-            seen = self._seen(window)
-            bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            self._biases[key] = bias.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
-        return self._biases[key]
+    def block_mask(self, window: int | None) -> BlockMask:
+        """FlexAttention's mask over the whole packed row."""
+        if window not in self._block_masks:
+            self._block_masks[window] = create_block_mask(
+                self._seen_function(window),
+                None,
+                None,
+                self.num_tokens,
+                len(self.key_positions),
+                device=str(self.positions.device),
+                BLOCK_SIZE=TILE,
+            )
+        return self._block_masks[window]
 
-    def _seen(self, window: int | None) -> torch.Tensor:
-        positions, span_ids = self.positions, self.span_ids
-        distances = positions[:, :, None] - positions[:, None, :]
-        same_span = span_ids[:, :, None] == span_ids[:, None, :]
-        seen = (distances >= 0) & (same_span | self.is_text[:, :, None]) & (span_ids >= 0)[:, None, :]
-        moved = positions.gather(1, self.extra_sources) + self.extra_deltas
-        extra_seen = span_ids[:, :, None] == self.extra_spans[:, None, :]
-        if window is not None:
-            seen &= distances < window
-            extra_seen &= positions[:, :, None] - moved[:, None, :] < window
-        num_tokens = positions.shape[1]
-        seen |= torch.eye(num_tokens, dtype=torch.bool, device=seen.device)
-        return torch.cat((seen, extra_seen), dim=2)
+    def _seen_function(self, window: int | None) -> Callable[..., torch.Tensor]:
+        """Return who sees whom in FlexAttention's form; tensors, not self, are captured, since it is compiled."""
+        positions, span_ids, text_ids = self.positions, self.span_ids, self.text_ids
+        key_positions, key_span_ids, key_text_ids = self.key_positions, self.key_span_ids, self.key_text_ids
+
+        def is_seen(_batch: object, _head: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            distance = positions[query] - key_positions[key]
+            seen = (span_ids[query] == key_span_ids[key]) | (text_ids[query] == key_text_ids[key])
+            seen = seen & (distance >= 0)
+            return seen if window is None else seen & (distance < window)
+
+        return is_seen
 
     def extend(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the extra keys, turned, and their values: `[batch, num_heads, num_tokens + num_extra, head_dim]`."""
+        """Append the extra keys, turned, and their values: `[1, num_heads, num_tokens + num_extra, head_dim]`."""
         if not self.num_extra:
             return key, value
-        extra_key = _take(key, self.extra_sources)
+        extra_key = key[0, :, self.extra_sources].transpose(0, 1)
         rotary = self.rotaries[layer_idx]
         if rotary.inv_freq is not None:
-            cos, sin = self._table(rotary.inv_freq, key)
-            # [batch, num_heads, num_extra, head_dim] -> rows of heads, which is what turns.
-            rows = extra_key.transpose(1, 2).flatten(0, 1)
-            extra_key = turn(rows, cos, sin, rotary).view(extra_key.transpose(1, 2).shape).transpose(1, 2)
-        return torch.cat((key, extra_key), dim=2), torch.cat((value, _take(value, self.extra_sources)), dim=2)
+            extra_key = turn(extra_key, *self._table(rotary.inv_freq, key), rotary)
+        extra_value = value[0, :, self.extra_sources]
+        return torch.cat((key, extra_key.transpose(0, 1)[None]), dim=2), torch.cat((value, extra_value[None]), dim=2)
 
     def _table(self, inv_freq: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Layers that turn alike share one tensor of frequencies.
         if id(inv_freq) not in self._tables:
             dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
-            self._tables[id(inv_freq)] = turn_table(inv_freq.to(key.device), self.extra_deltas.flatten(), dtype)
+            self._tables[id(inv_freq)] = turn_table(inv_freq.to(key.device), self.extra_deltas, dtype)
         return self._tables[id(inv_freq)]
 
 
@@ -121,8 +160,8 @@ def training_attention(
 
     Args:
         module: Its `layer_idx` says how keys turn.
-        query: `[batch, num_q_heads, num_tokens, head_dim]`, turned at true positions.
-        key: `[batch, num_kv_heads, num_tokens, head_dim]`, turned likewise.
+        query: `[1, num_q_heads, num_tokens, head_dim]`, turned at true positions.
+        key: `[1, num_kv_heads, num_tokens, head_dim]`, turned likewise.
         value: As key, not turned.
         attention_mask: Must be None.
         chunk_visibility: Who sees whom.
@@ -134,7 +173,7 @@ def training_attention(
         unknown: Refused unless known to change nothing.
 
     Returns:
-        `([batch, num_tokens, num_q_heads, head_dim], None)`.
+        `([1, num_tokens, num_q_heads, head_dim], None)`.
 
     Raises:
         UnsupportedError: Something was given that would change the mathematics.
@@ -152,24 +191,95 @@ def training_attention(
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int), "transformers numbers its attention modules"
     key, value = chunk_visibility.extend(key, value, layer_idx)
-    bias = chunk_visibility.bias(sliding_window, query.dtype)
-    group_size = query.shape[1] // key.shape[1]
-    if group_size > 1:
-        # Memory-efficient kernels with a mask know no grouped heads.
-        key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if softcap is None and s_aux is None:
-        output = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    if query.is_cuda:
+        output = _flex_attention(query, key, value, chunk_visibility, scale, sliding_window, softcap, s_aux)
     else:
-        output = _plain_attention(query, key, value, bias, scale, softcap, s_aux)
+        output = _prompt_by_prompt(query, key, value, chunk_visibility, scale, sliding_window, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: ChunkVisibility,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Tiles that nobody sees cost nothing, so that packing is free; shapes as in `training_attention`."""
+    attend: Callable[..., Any] = _compiled_flex_attention() if query.is_cuda else flex_attention
+    score_mod = None if softcap is None else _softcap_mod(softcap)
+    output, lse = attend(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        block_mask=visibility.block_mask(window),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_lse=True,
+    )
+    if sinks is not None:
+        # A sink is one more key without a value: it takes its share of the softmax.
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
+        output = output * share[..., None].to(output.dtype)
+    attended: torch.Tensor = output
+    return attended
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    # Lengths differ from batch to batch: one kernel must serve them all.
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@functools.cache
+def _softcap_mod(softcap: float) -> Callable[..., torch.Tensor]:
+    def cap(score: torch.Tensor, *_indices: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+def _prompt_by_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: ChunkVisibility,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One dense mask per prompt; shapes as in `training_attention`. Padding stays 0."""
+    num_tokens = visibility.num_tokens
+    group_size = query.shape[1] // key.shape[1]
+    parts = []
+    for index, prompt in enumerate(visibility.prompts):
+        tokens = slice(prompt.token_start, prompt.token_end)
+        extra = slice(num_tokens + prompt.extra_start, num_tokens + prompt.extra_end)
+        rows = query[:, :, tokens]
+        keys, values = (
+            torch.cat((x[:, :, tokens], x[:, :, extra]), dim=2).repeat_interleave(group_size, dim=1)
+            for x in (key, value)
+        )
+        mask = visibility.mask(index, window)
+        if softcap is None and sinks is None:
+            parts.append(functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale))
+        else:
+            parts.append(_plain_attention(rows, keys, values, mask, scale, softcap, sinks))
+    output = torch.cat(parts, dim=2)
+    return functional.pad(output, (0, 0, 0, num_tokens - output.shape[2]))
 
 
 def _plain_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor,
+    mask: torch.Tensor,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
@@ -177,7 +287,7 @@ def _plain_attention(
     scores = (query @ key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + bias
+    scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=3)
@@ -186,12 +296,6 @@ def _plain_attention(
     if sinks is not None:
         weights = weights[..., :-1]
     return weights.to(value.dtype) @ value
-
-
-def _take(x: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """Gather tokens: `[batch, num_heads, num_tokens, head_dim]` by `[batch, num_extra]`."""
-    index = sources[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    return x.gather(2, index)
 
 
 AttentionInterface.register(TRAINING_ATTENTION_NAME, training_attention)

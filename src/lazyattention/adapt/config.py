@@ -18,7 +18,7 @@ class AdaptConfig:
         alpha: LoRA's scale is alpha / rank.
         learning_rate: At its highest, after warm-up; falls linearly.
         batch_size: Prompts per optimizer step.
-        micro_batch_tokens: Padded tokens per forward pass at most; bounds memory. One prompt always goes.
+        micro_batch_tokens: Tokens per forward pass at most; bounds memory. One prompt always goes.
         question_weight: Weight of the question's tokens beside the answer's (distill only).
         full_share: Share of prompts that are trained with full attention too, so that ordinary use stays as it is.
         max_steps: Optimizer steps at most.

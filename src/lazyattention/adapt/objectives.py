@@ -17,7 +17,7 @@ class Objective:
 
     Attributes:
         loss: `(student_logits, teacher_logits, batch, question_weight) -> float32 [batch]`, one loss per row. Logits
-            are `[batch, num_kept, vocab_size]`.
+            are `[num_kept, vocab_size]`, of the batch's kept tokens.
         needs_teacher: Whether teacher logits (adapter off, full attention) are needed; None is passed otherwise.
         needs_answers: Whether gold answers are needed; otherwise the model answers for itself.
     """
@@ -36,9 +36,9 @@ def distill_loss(
     targets are the same model's distributions under full attention (self-distillation), and a chunk sees the preamble.
     """
     assert teacher is not None
-    loss = _row_means(_kl(student, teacher, batch.answer_mask), batch.answer_mask)
+    loss = _row_means(_kl(student, teacher, batch.answer_mask), batch.answer_mask, batch)
     if question_weight and bool(batch.question_mask.any()):
-        question = _row_means(_kl(student, teacher, batch.question_mask), batch.question_mask)
+        question = _row_means(_kl(student, teacher, batch.question_mask), batch.question_mask, batch)
         loss = loss + question_weight * question
     return loss
 
@@ -51,7 +51,9 @@ def labels_loss(
     Source: Ma et al. 2025, arXiv:2409.15355 (Block-Attention).
     """
     mask = batch.answer_mask
-    return _row_means(functional.cross_entropy(student[mask].float(), batch.targets[mask], reduction="none"), mask)
+    return _row_means(
+        functional.cross_entropy(student[mask].float(), batch.targets[mask], reduction="none"), mask, batch
+    )
 
 
 def _kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -62,11 +64,12 @@ def _kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> tor
     )
 
 
-def _row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of a row's masked values, 0 for rows without any: `[batch]`."""
-    rows = mask.nonzero()[:, 0]
-    sums = torch.zeros(mask.shape[0], dtype=values.dtype, device=values.device).index_add(0, rows, values)
-    return sums / mask.sum(dim=1).clamp(min=1)
+def _row_means(values: torch.Tensor, mask: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
+    """Mean of each row's masked values, 0 for rows without any: `[num_rows]`."""
+    rows = batch.kept_rows[mask]
+    zeros = torch.zeros(batch.num_rows, dtype=values.dtype, device=values.device)
+    counts = zeros.index_add(0, rows, torch.ones_like(values))
+    return zeros.index_add(0, rows, values) / counts.clamp(min=1)
 
 
 OBJECTIVES: Registry[Objective] = Registry("objective")

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompt layouts and answers to padded batches: tokens, positions, and who sees whom under the engine's own plan."""
+"""From prompt layouts and answers to packed batches: tokens, positions, and who sees whom under the engine's own plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from lazyattention.adapt.attention import ChunkVisibility
+from lazyattention.adapt.attention import TILE, ChunkVisibility, PackedPrompt
 from lazyattention.ops.rotary import LayerRotary
 from lazyattention.reuse import REUSE_METHODS, PromptLayout, SpanUse
 
-# Lengths are padded to multiples of this: kernels that take a mask want aligned rows.
-_ALIGNMENT = 8
 _PADDED_SPAN = -1
-_PADDED_EXTRA = -2
+_NO_TEXT, _NO_KEY_TEXT = -2, -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +43,82 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingBatch:
-    """Rows padded on the left, so that answers end together.
+    """Rows one behind the other in a single sequence; only what predicts a question or an answer has logits.
 
     Attributes:
-        input_ids: int64 `[batch, num_tokens]`.
+        input_ids: int64 `[1, num_tokens]`.
         visibility: Positions and masks.
-        num_kept: Last tokens whose logits are needed: the longest question with its answer.
-        answer_mask: bool `[batch, num_kept]`, tokens that predict an answer token.
-        question_mask: bool `[batch, num_kept]`, tokens that predict a question token.
-        targets: int64 `[batch, num_kept]`, the token each one predicts; 0 behind the end.
+        kept: int64 `[num_kept]`, tokens whose logits are needed, row after row.
+        kept_rows: int64 `[num_kept]`, the row of each.
+        answer_mask: bool `[num_kept]`, those that predict an answer token.
+        question_mask: bool `[num_kept]`, those that predict a question token.
+        targets: int64 `[num_kept]`, the token each one predicts.
+        num_rows: Rows.
     """
 
     input_ids: torch.Tensor
     visibility: ChunkVisibility
-    num_kept: int
+    kept: torch.Tensor
+    kept_rows: torch.Tensor
     answer_mask: torch.Tensor
     question_mask: torch.Tensor
     targets: torch.Tensor
+    num_rows: int
 
     def __len__(self) -> int:
-        return self.input_ids.shape[0]
+        return self.num_rows
+
+
+@dataclass(slots=True)
+class _Packed:
+    """Lists that rows append to; names as in ChunkVisibility and TrainingBatch."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    span_ids: list[int] = field(default_factory=list)
+    text_ids: list[int] = field(default_factory=list)
+    key_text_ids: list[int] = field(default_factory=list)
+    extra_sources: list[int] = field(default_factory=list)
+    extra_deltas: list[int] = field(default_factory=list)
+    extra_positions: list[int] = field(default_factory=list)
+    extra_spans: list[int] = field(default_factory=list)
+    prompts: list[PackedPrompt] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    kept_rows: list[int] = field(default_factory=list)
+    is_answer: list[bool] = field(default_factory=list)
+    num_spans: int = 0
+
+    def add(self, row: TrainingRow) -> None:
+        """Append one row, spelling out its visibility."""
+        plan = REUSE_METHODS[row.reuse_method].plan(row.layout, row.encoding)
+        number, first, first_extra = len(self.prompts), len(self.token_ids), len(self.extra_sources)
+        preamble = [] if plan.preamble_index is None else row.layout.spans[plan.preamble_index].token_ids
+        for index, (span, use) in enumerate(zip(row.layout.spans, plan.uses, strict=True)):
+            start = len(self.token_ids) - first
+            is_chunk = use is not SpanUse.TEXT and index != plan.preamble_index
+            self._add_tokens(span.token_ids, start, _NO_TEXT if is_chunk else number, number)
+            if is_chunk and span.token_ids:
+                self.extra_sources += range(first, first + len(preamble))
+                self.extra_deltas += [start - len(preamble)] * len(preamble)
+                self.extra_positions += range(start - len(preamble), start)
+                self.extra_spans += [self.num_spans] * len(preamble)
+            self.num_spans += 1
+        self._add_tokens(row.answer, len(self.token_ids) - first, number, number)
+        self.num_spans += 1
+        end = len(self.token_ids)
+        self.prompts.append(PackedPrompt(first, end, first_extra, len(self.extra_sources)))
+        # Each token of question and answer predicts the next; what stands before the question is not text.
+        num_asked = row.num_question_tokens + len(row.answer) - 1
+        self.kept += range(end - 1 - num_asked, end - 1)
+        self.kept_rows += [number] * num_asked
+        self.is_answer += [False] * (num_asked - len(row.answer)) + [True] * len(row.answer)
+
+    def _add_tokens(self, token_ids: Sequence[int], start: int, text_id: int, key_text_id: int) -> None:
+        self.token_ids += token_ids
+        self.positions += range(start, start + len(token_ids))
+        self.span_ids += [self.num_spans] * len(token_ids)
+        self.text_ids += [text_id] * len(token_ids)
+        self.key_text_ids += [key_text_id] * len(token_ids)
 
 
 def make_batch(
@@ -74,74 +128,40 @@ def make_batch(
     pad_token_id: int = 0,
     device: torch.device | str = "cpu",
 ) -> TrainingBatch:
-    """Pad rows into one batch; masks follow `ReuseMethod.plan`, as in the engine."""
-    num_tokens = _aligned(max(row.num_tokens for row in rows))
-    placed = [_place(row) for row in rows]
-    num_extra = _aligned(max(len(one.extra_sources) for one in placed))
-    num_kept = max(row.num_question_tokens + len(row.answer) for row in rows)
+    """Pack rows into one sequence; masks follow `ReuseMethod.plan`, as in the engine."""
+    packed = _Packed()
+    for row in rows:
+        packed.add(row)
+    tile = TILE if torch.device(device).type == "cuda" else 1
 
-    def padded(parts: Sequence[Sequence[int]], length: int, filler: int) -> torch.Tensor:
-        return torch.tensor([[filler] * (length - len(part)) + list(part) for part in parts], device=device)
+    def tensor(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
 
-    input_ids = padded([[*row.layout.token_ids, *row.answer] for row in rows], num_tokens, pad_token_id)
-    shifts = [num_tokens - row.num_tokens for row in rows]
-    sources = [[shift + source for source in one.extra_sources] for one, shift in zip(placed, shifts, strict=True)]
+    def padded(values: list[int], filler: int) -> list[int]:
+        return values + [filler] * (-len(values) % tile)
+
+    positions, span_ids = padded(packed.positions, 0), padded(packed.span_ids, _PADDED_SPAN)
+    extra_spans = padded(packed.extra_spans, _PADDED_SPAN - 1)
     visibility = ChunkVisibility(
-        positions=padded([range(row.num_tokens) for row in rows], num_tokens, 0),
-        span_ids=padded([one.span_ids for one in placed], num_tokens, _PADDED_SPAN),
-        is_text=padded([one.is_text for one in placed], num_tokens, 0).bool(),
-        extra_sources=padded(sources, num_extra, 0).view(len(rows), num_extra).long(),
-        extra_deltas=padded([one.extra_deltas for one in placed], num_extra, 0).view(len(rows), num_extra).long(),
-        extra_spans=padded([one.extra_spans for one in placed], num_extra, _PADDED_EXTRA)
-        .view(len(rows), num_extra)
-        .long(),
+        positions=tensor(positions),
+        span_ids=tensor(span_ids),
+        text_ids=tensor(padded(packed.text_ids, _NO_TEXT)),
+        key_positions=tensor(positions + padded(packed.extra_positions, 0)),
+        key_span_ids=tensor(span_ids + extra_spans),
+        key_text_ids=tensor(padded(packed.key_text_ids, _NO_KEY_TEXT) + [_NO_KEY_TEXT] * len(extra_spans)),
+        extra_sources=tensor(padded(packed.extra_sources, 0)),
+        extra_deltas=tensor(padded(packed.extra_deltas, 0)),
+        prompts=tuple(packed.prompts),
         rotaries=tuple(rotaries),
     )
-    place = torch.arange(num_kept, device=device)[None]
-    answer_lens = torch.tensor([len(row.answer) for row in rows], device=device)[:, None]
-    question_lens = torch.tensor([row.num_question_tokens for row in rows], device=device)[:, None]
-    first_answer = num_kept - answer_lens - 1
-    targets = torch.zeros(len(rows), num_kept, dtype=torch.long, device=device)
-    targets[:, :-1] = input_ids[:, num_tokens - num_kept + 1 :]
+    is_answer = torch.tensor(packed.is_answer, dtype=torch.bool, device=device)
     return TrainingBatch(
-        input_ids=input_ids,
+        input_ids=tensor(padded(packed.token_ids, pad_token_id))[None],
         visibility=visibility,
-        num_kept=num_kept,
-        answer_mask=(place >= first_answer) & (place < num_kept - 1),
-        question_mask=(place >= num_kept - answer_lens - question_lens) & (place < first_answer),
-        targets=targets,
+        kept=tensor(packed.kept),
+        kept_rows=tensor(packed.kept_rows),
+        answer_mask=is_answer,
+        question_mask=~is_answer,
+        targets=tensor([packed.token_ids[place + 1] for place in packed.kept]),
+        num_rows=len(rows),
     )
-
-
-@dataclass(slots=True)
-class _Placed:
-    span_ids: list[int]
-    is_text: list[bool]
-    extra_sources: list[int]
-    extra_deltas: list[int]
-    extra_spans: list[int]
-
-
-def _place(row: TrainingRow) -> _Placed:
-    """Spell out one row's visibility."""
-    plan = REUSE_METHODS[row.reuse_method].plan(row.layout, row.encoding)
-    placed = _Placed([], [], [], [], [])
-    num_preamble_tokens = 0 if plan.preamble_index is None else len(row.layout.spans[plan.preamble_index].token_ids)
-    start = 0
-    for index, (span, use) in enumerate(zip(row.layout.spans, plan.uses, strict=True)):
-        num_tokens = len(span.token_ids)
-        is_chunk = use is not SpanUse.TEXT and index != plan.preamble_index
-        placed.span_ids += [index] * num_tokens
-        placed.is_text += [not is_chunk] * num_tokens
-        if is_chunk and num_tokens:
-            placed.extra_sources += range(num_preamble_tokens)
-            placed.extra_deltas += [start - num_preamble_tokens] * num_preamble_tokens
-            placed.extra_spans += [index] * num_preamble_tokens
-        start += num_tokens
-    placed.span_ids += [len(row.layout.spans) - 1] * len(row.answer)
-    placed.is_text += [True] * len(row.answer)
-    return placed
-
-
-def _aligned(length: int) -> int:
-    return -(-length // _ALIGNMENT) * _ALIGNMENT

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: student under the chunk mask, teacher the same model with full attention and its adapter off.
 
-A step is `batch_size` prompts, cut into forward passes of similar lengths. Every `eval_steps` the held-out loss is
+A step is `batch_size` prompts, packed into forward passes of at most `micro_batch_tokens` tokens. Every `eval_steps` the held-out loss is
 measured, the best adapter kept and a checkpoint written; a run that is started again goes on from it.
 """
 
@@ -31,8 +31,6 @@ STUDENT_METHOD, FULL_METHOD = "rotate_query", "full_recompute"
 _CHECKPOINT_NAME = "checkpoint.pt"
 # So many skipped steps in a row mean that it will not get better.
 _MAX_SKIPPED_IN_A_ROW = 10
-# Batches of similar lengths come from groups of so many batches.
-_BATCHES_PER_BUCKET = 8
 
 
 @dataclass(slots=True)
@@ -131,7 +129,7 @@ class Trainer:
         rows = [self._row(sample, method) for sample in self.held_out]
         losses: list[float] = []
         with torch.no_grad():
-            for part in cut_by_tokens(sorted(rows, key=lambda row: row.num_tokens), self.config.micro_batch_tokens):
+            for part in cut_by_tokens(rows, self.config.micro_batch_tokens):
                 losses += self._losses(part, question_weight=0.0).tolist()
         return sum(losses) / len(losses)
 
@@ -175,12 +173,12 @@ class Trainer:
     def _logits(self, batch: TrainingBatch) -> torch.Tensor:
         output = self.model(
             input_ids=batch.input_ids,
-            position_ids=batch.visibility.positions,
+            position_ids=batch.visibility.positions[None],
             use_cache=False,
             chunk_visibility=batch.visibility,
-            logits_to_keep=batch.num_kept,
+            logits_to_keep=batch.kept,
         )
-        logits: torch.Tensor = output.logits
+        logits: torch.Tensor = output.logits[0]
         return logits
 
     @contextlib.contextmanager
@@ -198,23 +196,12 @@ class Trainer:
         size = min(self.config.batch_size, len(self.training))
         per_epoch = len(self.training) // size
         epoch, index = divmod(step, per_epoch)
-        draw = random.Random(f"{self.config.seed} {epoch}")
-        order = draw.sample(range(len(self.training)), len(self.training))
-        # Prompts of similar lengths share a batch, batches come in random order.
-        bucket = size * _BATCHES_PER_BUCKET
-        batches = []
-        for start in range(0, per_epoch * size, bucket):
-            part = sorted(order[start : min(start + bucket, per_epoch * size)], key=self._length)
-            batches += [part[at : at + size] for at in range(0, len(part), size)]
-        draw.shuffle(batches)
+        order = random.Random(f"{self.config.seed} {epoch}").sample(range(len(self.training)), len(self.training))
         full = random.Random(f"full {self.config.seed} {step}")
         return [
             self._row(self.training[place], FULL_METHOD if full.random() < self.config.full_share else STUDENT_METHOD)
-            for place in batches[index]
+            for place in order[index * size : (index + 1) * size]
         ]
-
-    def _length(self, place: int) -> int:
-        return self.training[place].layout.num_tokens
 
     def _row(self, sample: Sample, method: str) -> TrainingRow:
         return TrainingRow(sample.layout, sample.answer, method, self.config.encoding)
@@ -291,14 +278,14 @@ def split_samples(samples: Sequence[Sample], config: AdaptConfig) -> tuple[list[
 
 
 def cut_by_tokens(rows: Sequence[TrainingRow], limit: int) -> list[list[TrainingRow]]:
-    """Cut rows, in order, into parts whose padded size stays within `limit` tokens (a part has at least one row)."""
+    """Cut rows, in order, into parts of at most `limit` tokens (a part has at least one row)."""
     parts: list[list[TrainingRow]] = []
-    longest = 0
+    num_tokens = 0
     for row in rows:
-        longest = max(longest, row.num_tokens)
-        if not parts or longest * (len(parts[-1]) + 1) > limit:
+        num_tokens += row.num_tokens
+        if not parts or num_tokens > limit:
             parts.append([])
-            longest = row.num_tokens
+            num_tokens = row.num_tokens
         parts[-1].append(row)
     return parts
 

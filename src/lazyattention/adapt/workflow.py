@@ -171,12 +171,12 @@ def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Samp
         with torch.no_grad():
             output: Any = loaded.model(
                 input_ids=batch.input_ids,
-                position_ids=batch.visibility.positions,
+                position_ids=batch.visibility.positions[None],
                 use_cache=False,
                 chunk_visibility=batch.visibility,
-                logits_to_keep=batch.num_kept,
+                logits_to_keep=batch.kept,
             )
-        got = output.logits[0][batch.answer_mask[0]].float().log_softmax(dim=-1)
+        got = output.logits[0][batch.answer_mask].float().log_softmax(dim=-1)
         # Rounding may take a KL of nothing below 0.
         total += max(0.0, float((want.logprobs.exp() * (want.logprobs - got)).sum(dim=1).mean()))
     mean = total / len(samples)
