@@ -20,6 +20,9 @@ def main() -> None:
         error = cases.relative_error(cases.run_case(case, rotary, 0.1), cases.oracle(case, rotary, 0.1))
         print(f"head_dim {head_dim}, contiguous {contiguous}: error {error:.2e}")
         assert error < 1e-2
+    cases.test_variants_of_other_head_sizes({"keys_turned": False}, {}, {"window": 333}, 64, torch.bfloat16)
+    cases.test_variants_of_other_head_sizes({}, {"is_interleaved": True}, {"softcap": 20.0}, 256, torch.float16)
+    cases.test_float8_kv_of_other_layers(True, 128, {"window": 200})
     cases.test_copy_turned(128, {})
     cases.test_store_kv_turned()
     cases.test_merge_states()

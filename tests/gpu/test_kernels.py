@@ -1,5 +1,7 @@
 """The compiled kernels on a GPU: ragged random steps against float64, poisoned outputs, no host synchronisation."""
 
+import contextlib
+import copy
 import dataclasses
 
 import numpy as np
@@ -134,13 +136,30 @@ def oracle(case, rotary, softmax_scale, window=None, softcap=None, sinks=None, k
     return out
 
 
+@contextlib.contextmanager
+def poisoned():
+    """Inside the block new memory is full of NaN (also in replays of what is captured), and no less usable."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def run_case(case, rotary, softmax_scale, window=None, softcap=None, sinks=None, kv_scales=None):
     scales = None if kv_scales is None else [kv_scales]
     metadata = AttentionMetadata(case.plan, [(case.k_cache, case.v_cache)], [rotary], scales)
-    return run(
-        case.q, case.new_k, case.new_v, metadata, 0, softmax_scale=softmax_scale, sliding_window=window,
-        logit_softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+    with poisoned():
+        return run(
+            case.q, case.new_k, case.new_v, metadata, 0, softmax_scale=softmax_scale, sliding_window=window,
+            logit_softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+
+
+def test_new_memory_is_poisoned():
+    with poisoned():
+        assert torch.empty(1000, device="cuda").isnan().all()
 
 
 def on_gpu(rotary):
@@ -198,6 +217,29 @@ def test_variants(step, rotary_options, options):
     assert relative_error(got, oracle(case, rotary, 0.2, **options)) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (80, torch.float16), (256, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("step", "rotary_options", "options"),
+    [
+        ({}, {}, {"window": 200, "softcap": 20.0}),
+        ({"contiguous": True}, {"is_interleaved": True, "rotary_dim": 32}, {"sinks": True}),
+        ({"keys_turned": False}, {}, {"window": 333}),
+        ({"keys_turned": False}, {"is_interleaved": True}, {"softcap": 5.0}),
+    ],
+)
+def test_variants_of_other_head_sizes(step, rotary_options, options, head_dim, dtype):
+    case = random_case(
+        17, chunk_lens=(1, 100, 700, 0, 300), queries=((0, 1), (300, 1), (0, 3), (20, 90), (500, 40)), num_q_heads=6,
+        num_kv_heads=2, head_dim=head_dim, dtype=dtype, far=20_000, **step,
+    )  # fmt: skip
+    rotary = on_gpu(rotary_of(head_dim, **rotary_options))
+    options = dict(options)
+    if options.get("sinks"):
+        options["sinks"] = torch.linspace(-2, 6, 6, device="cuda", dtype=dtype)
+    got = run_case(case, rotary, 0.2, **options)
+    assert relative_error(got, oracle(case, rotary, 0.2, **options)) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 7), (128, 3), (128, 8)])
 def test_long_contiguous_prefill(head_dim, group, dtype):
@@ -213,6 +255,52 @@ def test_long_contiguous_prefill(head_dim, group, dtype):
     for _ in range(5):
         got = run_case(case, rotary, 0.2, sinks=sinks)
         assert relative_error(got, oracle(case, rotary, 0.2, sinks=sinks)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("chunk_lens", "is_turned"),
+    [
+        ((512,) * 3 + (640,) * 3, True),  # a few tiles per segment
+        ((128,) * 24, True),  # every tile is a segment: queries are turned as often as keys arrive
+        ((4096,), True),  # one segment
+        ((512, 128, 1024), False),  # a layer without RoPE
+    ],
+)
+def test_warp_groups_of_long_prefill_never_race(head_dim, chunk_lens, is_turned):
+    """Nothing but barriers orders the warp groups, so the same step must give the same bits, time and again."""
+    case = random_case(
+        21, chunk_lens=chunk_lens, queries=((0, 33), (64, 300)), num_q_heads=8, num_kv_heads=2, head_dim=head_dim,
+        dtype=torch.bfloat16, contiguous=True,
+    )  # fmt: skip
+    rotary = on_gpu(rotary_of(head_dim, theta=500000.0)) if is_turned else LayerRotary(None, 0)
+    spec = layout_spec(case.q, LayerKV(case.k_cache, case.v_cache), 16, rotary, AttendOptions(0.2))
+    assert (case.plan.device_plan(spec).prefill[0].apart.shape[0] > 0) == spec.has_unmasked_prefill
+    first = run_case(case, rotary, 0.2)
+    assert relative_error(first, oracle(case, rotary, 0.2)) < TOLERANCE[torch.bfloat16]
+    assert all(torch.equal(run_case(case, rotary, 0.2), first) for _ in range(30))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"), [(64, {}), (256, {"window": 200}), (80, {"softcap": 20.0}), (128, {"sinks": True})]
+)
+@pytest.mark.parametrize("keys_turned", [True, False])
+def test_float8_kv_of_other_layers(keys_turned, head_dim, options):
+    case = random_case(
+        13, chunk_lens=(100, 512, 700), queries=((0, 1), (300, 1), (20, 90)), num_q_heads=6, num_kv_heads=2,
+        head_dim=head_dim, dtype=torch.bfloat16, keys_turned=keys_turned,
+    )  # fmt: skip
+    scales = (torch.tensor([0.02, 0.5], device="cuda"), torch.tensor([0.03, 1.5], device="cuda"))
+    case.k_cache, case.v_cache = (
+        (cache.float() / scale[:, None]).to(torch.float8_e4m3fn)
+        for cache, scale in zip((case.k_cache, case.v_cache), scales, strict=True)
+    )
+    options = dict(options)
+    if options.get("sinks"):
+        options["sinks"] = torch.linspace(-2, 6, 6, device="cuda", dtype=torch.bfloat16)
+    rotary = on_gpu(rotary_of(head_dim))
+    got = run_case(case, rotary, 0.1, kv_scales=scales, **options)
+    assert relative_error(got, oracle(case, rotary, 0.1, kv_scales=scales, **options)) < 1e-2
 
 
 @pytest.mark.parametrize("keys_turned", [True, False])
@@ -330,6 +418,59 @@ def test_captured_graph_replays_changed_plans():
         cpu = AttentionMetadata(scratch, cpu_caches, [rotary_of(128)])
         want = run(*(x[:count].cpu().double() for x in (q, k, v)), cpu, 0, softmax_scale=0.1)
         assert relative_error(out[:count].cpu(), want) < 1e-2, round_
+
+
+def test_replays_in_a_row_with_hot_chunks_on_the_side_stream():
+    """Many rows share some chunks, so their work runs on a second stream; replays follow each other without a wait."""
+    block_size, num_blocks, bucket = 16, 2000, 48
+    decoding = Decoding(
+        3, block_size=block_size, num_blocks=num_blocks, chunk_lens=(512, 700, 90), device="cuda",
+        table_entries=1 << 14,
+    )  # fmt: skip
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (num_blocks, block_size, 2, 128)
+    k_cache, v_cache = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    q = torch.zeros(bucket, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.zeros(bucket, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rotary = on_gpu(rotary_of(128))
+    spec = layout_spec(q, LayerKV(k_cache, v_cache), block_size, rotary, AttendOptions(0.1))
+    capacity = StaticCapacity(num_tokens=bucket, max_rows=256, max_tasks=400, max_parts=1000)
+    static = StaticPlan(capacity, [spec], block_size=block_size, blocks=decoding.builder.blocks)
+    metadata = AttentionMetadata(static.plan, [(k_cache, v_cache)], [rotary])
+    cpu_caches = [(k_cache.cpu().double(), v_cache.cpu().double())]
+    for _ in range(40):
+        decoding.add(3, int(decoding.rng.integers(1, 60)), 200)
+    step, scratch = decoding.step()
+    assert static.load(step, decoding.builder.blocks)
+    assert int(static.plan.device_plan(spec).decode[0].num_tasks) > 0  # some chunk is hot
+
+    def attend():
+        return run(q, k, v, metadata, 0, softmax_scale=0.1)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attend()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with poisoned(), torch.cuda.graph(graph):
+        out = attend()
+    on_cpu = AttentionMetadata(scratch, cpu_caches, [rotary_of(128)])
+    run(*(x[:40].cpu().double() for x in (q, k, v)), on_cpu, 0, softmax_scale=0.1)
+    inputs, outputs, plans = [], [], []
+    for _ in range(12):
+        step, scratch = decoding.step()
+        for x in (q, k, v):
+            x.normal_(generator=generator)
+        assert static.load(step, decoding.builder.blocks)
+        graph.replay()
+        inputs.append([x[:40].clone() for x in (q, k, v)])
+        outputs.append(out[:40].clone())
+        plans.append(copy.deepcopy(scratch))  # its ranges grow on
+    for number, (tensors, got, scratch) in enumerate(zip(inputs, outputs, plans, strict=True)):
+        on_cpu = AttentionMetadata(scratch, cpu_caches, [rotary_of(128)])
+        want = run(*(x.cpu().double() for x in tensors), on_cpu, 0, softmax_scale=0.1)
+        assert relative_error(got.cpu(), want) < 1e-2, number
 
 
 @pytest.mark.parametrize("rotary_options", [{}, {"is_interleaved": True}, {"rotary_dim": 32}])
