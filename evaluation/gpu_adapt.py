@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a model, adapt it, measure it again, in one go: what reuse costs in answers and what `adapt` gives back.
+"""Measure a model, adapt it, measure it again: what reuse costs in answers and what `adapt` gives back.
 
     PYTHONPATH=src python3 evaluation/gpu_adapt.py --model model.gguf --data-folder DATA --out OUT
 
 DATA holds nq-open-oracle.jsonl.gz and hotpotqa_100.json. Training sees Natural Questions only, other questions and other
 articles than are tested. Everything runs in the real engine. OUT receives NAME-adapt.json (after every stage, so that a
-run cut short leaves what it has) and the records of both runs; it goes on where it stopped. About 4 minutes on one H200
-for 0.5B parameters with the defaults.
+run cut short leaves what it has) and the records of both runs; it goes on where it stopped.
+
+Variants of one study (other seeds, ranks, amounts of data) run side by side, each a process of its own, and share what does
+not depend on them:
+
+    ... --out study/base --stage unadapted      # the model as dense weights, its records, its training samples
+    ... --out study/seed-1 --base study/base --seed 1
+    python3 evaluation/combine.py study --main seed-0 --output evaluation/results/NAME-adapt.json
 """
 
 import argparse
@@ -17,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tasks import TASKS
 
 from lazyattention.adapt.config import AdaptConfig
-from lazyattention.adapt.workflow import REPORT_NAME, AdaptRequest, run_adapt
+from lazyattention.adapt.workflow import REPORT_NAME, SAMPLES_NAME, AdaptRequest, prepare_samples, run_adapt
 from lazyattention.config import EngineConfig
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.scoring import score
@@ -34,6 +41,7 @@ from lazyattention.utils.environment import describe_environment
 
 # Plain text, as a prompt of 96 tokens and its next 64: does the adapter leave ordinary use alone?
 _PLAIN_PROMPT_LEN, _PLAIN_TARGET_LEN = 96, 64
+_PLAIN_NAME = "plain_text_nll.json"
 _STARTED_S = time.perf_counter()
 
 
@@ -41,37 +49,57 @@ def main() -> None:
     """Run all stages that are not done yet."""
     arguments = parse()
     out: Path = arguments.out
+    base: Path = arguments.base or out
     out.mkdir(parents=True, exist_ok=True)
-    loaded = load(arguments, adapter=None)
-    result_path = out / f"{arguments.name or loaded.name}-adapt.json"
+    dense = base / "model"
+    if arguments.base is None and not (dense / "config.json").exists():
+        save_dense(load_model(arguments.model, dtype=arguments.dtype, progress=False), dense)
+    name = arguments.name or Path(arguments.model).stem
+    result_path = out / f"{name}-adapt.json"
     result: dict[str, Any] = {
-        "model": loaded.name,
+        "model": name,
         "environment": describe_environment(),
-        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        "arguments": {
+            key: value if isinstance(value, int | float | list) else str(value)
+            for key, value in vars(arguments).items()
+            if not isinstance(value, Path) and key != "model"
+        },
         "seconds": {},
         "tasks": {},
+        "plain_text_nll": {},
         "against_unadapted_full": {},
         "retained_share": {},
     }
 
     def save(stage: str) -> None:
         result["seconds"][stage] = round(time.perf_counter() - _STARTED_S, 1)
-        result_path.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"{stage}: {result['seconds'][stage]} s", flush=True)
+        result_path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{out.name}: {stage}: {result['seconds'][stage]} s", flush=True)
 
-    save("load")
-    measure_stage(arguments, loaded, "unadapted", result)
-    save("measure unadapted")
-    adapter = out / "adapter"
+    if arguments.base is None:
+        loaded = load(arguments, dense, adapter=None)
+        save("load")
+        measure_stage(arguments, loaded, "unadapted", result)
+        (base / _PLAIN_NAME).write_text(json.dumps(result["plain_text_nll"]["unadapted"]))
+        save("measure unadapted")
+        if arguments.stage == "unadapted":
+            if arguments.max_steps:
+                make_samples(arguments, loaded)
+                save("samples")
+            return
+        del loaded
+    else:
+        result["plain_text_nll"]["unadapted"] = json.loads((base / _PLAIN_NAME).read_text())
+        for task in arguments.tasks:
+            result["tasks"][task] = {"unadapted": summarize(read_records(base / "unadapted" / task))}
+    adapter = arguments.adapter or out / "adapter"
     if not (adapter / "adapter_model.safetensors").exists():
-        adapt_stage(arguments, loaded, adapter)
+        adapt_stage(arguments, load(arguments, dense, adapter=None), adapter)
         save("adapt")
     result["training"] = json.loads((adapter / REPORT_NAME).read_text())
-    del loaded
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    loaded = load(arguments, adapter=str(adapter))
-    measure_stage(arguments, loaded, "adapted", result)
+    measure_stage(arguments, load(arguments, dense, adapter=str(adapter)), "adapted", result)
     compare(arguments, result)
     save("measure adapted")
     print_table(result)
@@ -84,6 +112,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--name", help="of the result file; default: the model's")
     parser.add_argument("--data-folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--base", type=Path, help="folder of the run whose model, records and samples are shared")
+    parser.add_argument("--stage", choices=["all", "unadapted"], default="all", help="unadapted = adapt nothing yet")
+    parser.add_argument("--adapter", type=Path, help="measure this adapter in place of training one")
     parser.add_argument("--tasks", nargs="+", default=["nq-10", "nq-20", "hotpotqa-10"])
     parser.add_argument("--num-questions", type=int, nargs="+", default=[200, 100, 100], help="per task")
     parser.add_argument("--options", nargs="+", default=["after_preamble", "isolated"])
@@ -94,9 +125,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--train-questions", type=int, default=1200)
     parser.add_argument("--train-documents", type=int, nargs=2, default=(10, 10))
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
-    parser.add_argument("--max-steps", type=int, default=400)
-    parser.add_argument("--eval-steps", type=int, default=40)
+    parser.add_argument("--max-steps", type=int, default=150)
+    parser.add_argument("--eval-steps", type=int, default=15)
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--objective", default="distill")
+    parser.add_argument("--held-out", type=int, default=64)
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep activations: faster, more memory")
     parser.add_argument("--encoding", default="after_preamble")
     parser.add_argument("--full-share", type=float, default=0.2)
     parser.add_argument("--question-weight", type=float, default=0.1)
@@ -113,12 +147,30 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def load(arguments: argparse.Namespace, adapter: str | None) -> LoadedModel:
-    """Load the model, with or without the adapter."""
-    return load_model(arguments.model, dtype=arguments.dtype, adapter=adapter, progress=False)
+def save_dense(loaded: LoadedModel, folder: Path) -> None:
+    """Write weights, config and tokenizer in the usual form: packed files take long to unpack, and many processes read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = loaded.model.config.to_dict()
+    config.pop("quantization_config", None)
+    tied = loaded.model.config.tie_word_embeddings
+    state = {
+        name: value.contiguous()
+        for name, value in loaded.model.state_dict().items()
+        if not (tied and "lm_head" in name)
+    }
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded.tokenizer.save_pretrained(folder)
+    if loaded.model.generation_config is not None:
+        loaded.model.generation_config.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
 
 
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+def load(arguments: argparse.Namespace, folder: Path, adapter: str | None) -> LoadedModel:
+    """Load the dense model, with or without an adapter."""
+    return load_model(str(folder), dtype=arguments.dtype, adapter=adapter, progress=False)
+
+
+def engine_config(arguments: argparse.Namespace, **more: object) -> EngineConfig:
     """Options of every engine here: memory is shared with training, so not all of it is taken."""
     is_compiled = None if arguments.compile else False
     on_gpu = torch.cuda.is_available()
@@ -128,27 +180,38 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=16384 if on_gpu else 2048,
         compile=is_compiled,
         cuda_graphs=is_compiled,
+        max_num_seqs=256,
         **memory,
+        **more,
     )
 
 
 def measure_stage(arguments: argparse.Namespace, loaded: LoadedModel, stage: str, result: dict[str, Any]) -> None:
     """Ask all tasks' questions; records go to OUT/STAGE/TASK."""
-    engine = Engine(loaded, engine_config(arguments))
     config = MeasureConfig(
         options=tuple(arguments.options), max_tokens=arguments.max_tokens, group_size=arguments.group_size
     )
-    for name, num_questions in zip(arguments.tasks, arguments.num_questions, strict=True):
-        examples = TASKS[name].examples(arguments.data_folder, num_questions)
-        started_s = time.perf_counter()
-        records = measure(engine, examples, config, arguments.out / stage / name)
-        entry = summarize(records)
-        entry["seconds"] = round(time.perf_counter() - started_s, 1)
-        entry["loss"] = {option: asdict(loss_of(records, option, name)) for option in arguments.options}
-        result["tasks"].setdefault(name, {})[stage] = entry
-        print(f"  {stage} {name}: {len(records)} questions, {entry['seconds']} s", flush=True)
-    result.setdefault("plain_text_nll", {})[stage] = plain_text_nlls(arguments, engine)
-    engine.model_runner.kv_pool.layers.clear()
+    result["plain_text_nll"][stage] = []
+    numbers = dict(zip(arguments.tasks, arguments.num_questions, strict=True))
+    for max_chunk_len in sorted({TASKS[name].max_chunk_len for name in arguments.tasks}, reverse=True):
+        engine = Engine(loaded, engine_config(arguments, max_chunk_len=max_chunk_len))
+        for name, num_questions in numbers.items():
+            if TASKS[name].max_chunk_len != max_chunk_len:
+                continue
+            examples = TASKS[name].examples(arguments.data_folder, num_questions)
+            started_s = time.perf_counter()
+            records = measure(engine, examples, config, arguments.out / stage / name)
+            entry = summarize(records)
+            entry["seconds"] = round(time.perf_counter() - started_s, 1)
+            entry["loss"] = {option: asdict(loss_of(records, option, name)) for option in arguments.options}
+            result["tasks"].setdefault(name, {})[stage] = entry
+            print(f"  {arguments.out.name} {stage} {name}: {len(records)}, {entry['seconds']} s", flush=True)
+        if not result["plain_text_nll"][stage]:
+            result["plain_text_nll"][stage] = plain_text_nlls(arguments, engine)
+        engine.model_runner.kv_pool.layers.clear()
+        del engine
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def plain_text_nlls(arguments: argparse.Namespace, engine: Engine) -> list[float]:
@@ -170,16 +233,34 @@ def plain_text_nlls(arguments: argparse.Namespace, engine: Engine) -> list[float
     return nlls
 
 
+def make_samples(arguments: argparse.Namespace, loaded: LoadedModel) -> None:
+    """Let the model answer the training prompts once, for all variants."""
+    request = adapt_request(arguments, arguments.out / "samples", num_questions=arguments.train_questions)
+    engine = Engine(loaded, engine_config(arguments))
+    prepare_samples(engine, request)
+
+
 def adapt_stage(arguments: argparse.Namespace, loaded: LoadedModel, adapter: Path) -> None:
     """Train the adapter; its folder keeps samples, log and checkpoint."""
+    shared = arguments.base / "samples" / SAMPLES_NAME if arguments.base else None
+    if shared is not None and shared.exists() and arguments.objective == "distill":
+        adapter.mkdir(parents=True, exist_ok=True)
+        lines = shared.read_text(encoding="utf-8").splitlines(keepends=True)
+        (adapter / SAMPLES_NAME).write_text("".join(lines[: arguments.train_questions]), encoding="utf-8")
+    run_adapt(loaded, adapt_request(arguments, adapter, arguments.train_questions), engine_config(arguments))
+
+
+def adapt_request(arguments: argparse.Namespace, output: Path, num_questions: int) -> AdaptRequest:
+    """What to adapt to and how."""
     name, _, file = arguments.train.partition(":")
-    request = AdaptRequest(
+    return AdaptRequest(
         data=(f"{name}:{arguments.data_folder / file}" if file else name,),
-        output=adapter,
-        num_questions=arguments.train_questions,
+        output=output,
+        num_questions=num_questions,
         num_documents=tuple(arguments.train_documents),
         max_tokens=arguments.max_tokens,
         config=AdaptConfig(
+            objective=arguments.objective,
             encoding=arguments.encoding,
             rank=arguments.rank,
             alpha=2 * arguments.rank,
@@ -189,17 +270,17 @@ def adapt_stage(arguments: argparse.Namespace, loaded: LoadedModel, adapter: Pat
             max_minutes=arguments.minutes,
             max_steps=arguments.max_steps,
             eval_steps=arguments.eval_steps,
-            held_out=min(64, arguments.train_questions // 4),
+            held_out=min(arguments.held_out, num_questions // 4),
+            gradient_checkpointing=False if arguments.no_checkpointing else None,
             seed=arguments.seed,
         ),
     )
-    run_adapt(loaded, request, engine_config(arguments))
 
 
 def compare(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     """Compare the adapted model under each mask with the unadapted one under full attention, question by question."""
     for name in arguments.tasks:
-        before = read_records(arguments.out / "unadapted" / name)
+        before = read_records((arguments.base or arguments.out) / "unadapted" / name)
         after = read_records(arguments.out / "adapted" / name)
         against = summarize_against(after, before)
         result["against_unadapted_full"][name] = against
@@ -214,7 +295,9 @@ def print_table(result: dict[str, Any]) -> None:
     """Print one row per task and option: gold answer greedy-exact (NLL), containment."""
     print(f"\n{'task':12} {'option':16} {'gold greedy':>24} {'gold NLL':>18} {'contains gold':>24}")
     for name, stages in result["tasks"].items():
-        for option in stages["unadapted"]["options"]:
+        for option in stages["adapted"]["options"]:
+            if option not in stages["unadapted"]["options"]:
+                continue
             cells = []
             for metric, width in (("gold_greedy", 24), ("gold_nll", 18), ("containment", 24)):
                 values = [

@@ -18,12 +18,14 @@ class Task:
         file: Its file inside the data folder; None for generated sets.
         num_documents: Per question.
         num_questions: In the full evaluation.
+        max_chunk_len: Longer documents are stored as several chunks, tokens.
     """
 
     dataset: str
     file: str | None
     num_documents: int
     num_questions: int
+    max_chunk_len: int = 1024
 
     def examples(self, data_folder: Path, num_questions: int | None = None) -> list[QualityExample]:
         """Build the questions, always the same ones; fewer if asked for."""
@@ -38,6 +40,10 @@ class Task:
 TASKS: Registry[Task] = Registry("task")
 for _name, _task in {
     "nq-10": Task("nq", "nq-open-oracle.jsonl.gz", 10, 1000),
+    "nq-1": Task("nq", "nq-open-oracle.jsonl.gz", 1, 1000),
+    "nq-5": Task("nq", "nq-open-oracle.jsonl.gz", 5, 1000),
+    "nq-40": Task("nq", "nq-open-oracle.jsonl.gz", 40, 1000),
+    "nq-10-chunk-64": Task("nq", "nq-open-oracle.jsonl.gz", 10, 1000, max_chunk_len=64),
     "nq-20": Task("nq", "nq-open-oracle.jsonl.gz", 20, 1000),
     "hotpotqa-10": Task("hotpotqa", "hotpotqa_100.json", 10, 100),
     "needle-10": Task("needle", None, 10, 200),

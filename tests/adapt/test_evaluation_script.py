@@ -16,7 +16,7 @@ def script(monkeypatch):
     folder = Path(__file__).parents[2] / "evaluation"
     monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module("gpu_adapt")
-    for name in ("gpu_adapt", "tasks"):
+    for name in ("gpu_adapt", "combine", "tasks"):
         sys.modules.pop(name, None)
 
 
@@ -44,5 +44,20 @@ def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
     assert len(result["plain_text_nll"]["adapted"]) == 2
     assert "needle-2" in capsys.readouterr().out
     # Started again, it measures and trains nothing anew.
+    adapt_stage = script.adapt_stage
     monkeypatch.setattr(script, "adapt_stage", lambda *_: pytest.fail("trained again"))
     script.main()
+    # A variant shares the base's model, records and samples; both go into one file.
+    variant = f"{arguments} --base {tmp_path / 'out'} --seed 1".replace(
+        f"--out {tmp_path / 'out'}", f"--out {tmp_path / 'v'}"
+    )
+    monkeypatch.setattr(script, "adapt_stage", adapt_stage)
+    monkeypatch.setattr(sys, "argv", ["gpu_adapt.py", *variant.split()])
+    script.main()
+    combine = importlib.import_module("combine")
+    combined = combine.combine(tmp_path, "out")
+    assert set(combined["variants"]) == {"out", "v"}
+    assert combined["variants"]["v"]["config"]["seed"] == 1
+    assert combined["retained_share"] == result["retained_share"]
+    combine.print_table(combined)
+    assert "stock isolated" in capsys.readouterr().out

@@ -210,7 +210,7 @@ def _flex_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Tiles that nobody sees cost nothing, so that packing is free; shapes as in `training_attention`."""
-    attend: Callable[..., Any] = _compiled_flex_attention() if query.is_cuda else flex_attention
+    attend: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
     score_mod = None if softcap is None else _softcap_mod(softcap)
     output, lse = attend(
         query,

@@ -29,7 +29,7 @@ from lazyattention.quality.questions import passages_of, write_questions
 from lazyattention.utils.environment import describe_environment
 
 REPORT_NAME = "adapt.json"
-_SAMPLES_NAME = "samples.jsonl"
+SAMPLES_NAME = "samples.jsonl"
 # Mean KL between the engine's and the training attention's distributions that rounding explains.
 _TOLERATED_KL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 _NUM_CHECKED = 4
@@ -75,25 +75,12 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
         raise UnsupportedError(
             "the model's weights are packed (quantised); adapt needs dense ones: load it dequantised"
         )
-    objective = OBJECTIVES[request.config.objective]
-    request.output.mkdir(parents=True, exist_ok=True)
     # Layers stay as they are: they are trained afterwards.
     config = EngineConfig.of(
         engine_config, encoding=request.config.encoding, compile=False, cuda_graphs=False, max_loss=None
     )
     engine = Engine(loaded, config)
-    path = request.output / _SAMPLES_NAME
-    examples = [] if path.exists() else _collect(engine, request)
-    with progress_bar("answering", len(examples), is_enabled=request.progress) as advance:
-        samples = answer_samples(
-            engine,
-            examples,
-            system=request.system,
-            max_tokens=request.max_tokens,
-            use_gold=objective.needs_answers,
-            path=path,
-            on_done=advance,
-        )
+    samples = prepare_samples(engine, request)
     attention_check_kl = _check_attention(engine, loaded, samples[:_NUM_CHECKED], request.config)
     engine.model_runner.kv_pool.layers.clear()
     sampling_s = time.perf_counter() - started_s
@@ -113,6 +100,28 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
         environment=describe_environment(),
     )
     return log
+
+
+def prepare_samples(engine: Engine, request: AdaptRequest) -> list[Sample]:
+    """Make the prompts and their answers, or read what an earlier run kept in the output folder.
+
+    Raises:
+        ConfigError: Data cannot be read or made.
+    """
+    objective = OBJECTIVES[request.config.objective]
+    request.output.mkdir(parents=True, exist_ok=True)
+    path = request.output / SAMPLES_NAME
+    examples = [] if path.exists() else _collect(engine, request)
+    with progress_bar("answering", len(examples), is_enabled=request.progress) as advance:
+        return answer_samples(
+            engine,
+            examples,
+            system=request.system,
+            max_tokens=request.max_tokens,
+            use_gold=objective.needs_answers,
+            path=path,
+            on_done=advance,
+        )
 
 
 def _collect(engine: Engine, request: AdaptRequest) -> list[QualityExample]:
