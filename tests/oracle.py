@@ -32,18 +32,60 @@ class ChunkOracle:
         self._model = model
 
     @torch.inference_mode()
-    def logits(self, layout: PromptLayout, output_token_ids: Sequence[int] = (), *, encoding: str) -> torch.Tensor:
+    def logits(
+        self,
+        layout: PromptLayout,
+        output_token_ids: Sequence[int] = (),
+        *,
+        encoding: str,
+        chosen_pages: Sequence[Sequence[int]] | None = None,
+        page_size: int = 0,
+    ) -> torch.Tensor:
         """Logits `[1 + num_output_tokens, vocab_size]` of the prompt's last token and of each output token.
 
-        `encoding` is "isolated", "after_preamble", or "full": ordinary causal attention over everything.
+        `encoding` is "isolated", "after_preamble", or "full": ordinary causal attention over everything. Of each span,
+        `chosen_pages` of `page_size` tokens are computed over everything before them; what is stored stays as it is.
         """
+        parts, start = self._context(layout, encoding, chosen_pages, page_size)
+        last = layout.spans[-1].token_ids
+        logits, _ = self._run((*last, *output_token_ids), start, parts)
+        return logits[len(last) - 1 :]
+
+    @torch.inference_mode()
+    def question_attention(self, layout: PromptLayout, *, encoding: str) -> torch.Tensor:
+        """Probabilities `[num_tokens_before_the_question]` that the last span gives each token, summed over all else."""
+        parts, start = self._context(layout, encoding, None, 0)
+        output = self._call(layout.spans[-1].token_ids, start, parts, output_attentions=True)[0]
+        # Layers with a sliding window keep, and so return, the newest keys only.
+        columns = [torch.nn.functional.pad(a[0], (start + a.shape[2] - a.shape[3], 0)) for a in output.attentions]
+        return sum(a.sum(dim=(0, 1))[:start] for a in columns)
+
+    @torch.inference_mode()
+    def kv_deviation(self, layout: PromptLayout, *, encoding: str, layer_idx: int = 1) -> torch.Tensor:
+        """Distance `[num_tokens_before_the_question]` of each token's keys and values to those of full attention."""
+        stored, full = (self._context(layout, name, None, 0)[0] for name in (encoding, "full"))
+        squares = 0
+        for which in (0, 1):
+            difference = torch.cat([part[layer_idx][which] for part in stored], dim=2)
+            difference = difference - torch.cat([part[layer_idx][which] for part in full], dim=2)
+            squares = squares + difference[0].square().sum(dim=(0, 2))
+        return squares.sqrt()
+
+    def _context(
+        self,
+        layout: PromptLayout,
+        encoding: str,
+        chosen_pages: Sequence[Sequence[int]] | None,
+        page_size: int,
+    ) -> tuple[list[list[LayerKV]], int]:
+        """Keys and values of everything before the last span, and its number of tokens."""
         spans = list(layout.spans)
         preamble: tuple[int, ...] = ()
         if encoding == "after_preamble" and spans[0].is_preamble and any(span.is_document for span in spans):
             preamble = spans[0].token_ids
         parts: list[list[LayerKV]] = []
         start = 0
-        for span in spans[:-1]:
+        for index, span in enumerate(spans[:-1]):
             if not span.token_ids:
                 continue
             if encoding == "full" or not span.is_document:
@@ -51,15 +93,31 @@ class ChunkOracle:
             else:
                 _, new = self._run((*preamble, *span.token_ids), start - len(preamble), [])
                 new = [(k[:, :, len(preamble) :], v[:, :, len(preamble) :]) for k, v in new]
+                chosen = chosen_pages[index] if chosen_pages else ()
+                for page in range(-(-len(span.token_ids) // page_size) if chosen else 0):
+                    here = slice(page * page_size, (page + 1) * page_size)
+                    own = [(k[:, :, here], v[:, :, here]) for k, v in new]
+                    if page in chosen:
+                        _, own = self._run(span.token_ids[here], start + here.start, parts)
+                    parts.append(own)
+                if chosen:
+                    start += len(span.token_ids)
+                    continue
             parts.append(new)
             start += len(span.token_ids)
-        logits, _ = self._run((*spans[-1].token_ids, *output_token_ids), start, parts)
-        return logits[len(spans[-1].token_ids) - 1 :]
+        return parts, start
 
     def _run(
         self, token_ids: Sequence[int], start: int, parts: Sequence[list[LayerKV]]
     ) -> tuple[torch.Tensor, list[LayerKV]]:
         """One causal pass at positions `start ...` over earlier parts; return its logits, its own keys and values."""
+        output, cache = self._call(token_ids, start, parts)
+        num_new = len(token_ids)
+        return output.logits[0], [
+            (layer.keys[:, :, -num_new:], layer.values[:, :, -num_new:]) for layer in cache.layers
+        ]
+
+    def _call(self, token_ids, start, parts, **more):
         cache = DynamicCache()
         for layer_idx, layer in enumerate(zip(*parts, strict=True)):
             k, v = (torch.cat(tensors, dim=2) for tensors in zip(*layer, strict=True))
@@ -70,11 +128,9 @@ class ChunkOracle:
             position_ids=positions[None],
             past_key_values=cache,
             use_cache=True,
+            **more,
         )
-        num_new = len(token_ids)
-        return output.logits[0], [
-            (layer.keys[:, :, -num_new:], layer.values[:, :, -num_new:]) for layer in cache.layers
-        ]
+        return output, cache
 
 
 class LogitsRecorder:

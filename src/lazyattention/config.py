@@ -98,6 +98,8 @@ class EngineConfig:
             full_recompute.
         encoding: What a chunk sees when it is encoded: "after_preamble" (the text before the first document) or
             "isolated" (nothing else).
+        recompute: Which pages of stored documents each request computes anew, unless it says otherwise: "first:TOKENS",
+            "deviation:SHARE", "attention:SHARE"; None = none.
         max_loss: Reuse only if it was measured to make answers at most this much less likely, in nats per answer token;
             otherwise recompute with full attention. None = always reuse.
         documents_place: Where documents given beside the messages go: before the first user message's text, before the
@@ -113,6 +115,12 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     reuse_method: str = field(default="rotate_query", metadata=_doc("How stored KV is used at a new position."))
     encoding: str = field(default="after_preamble", metadata=_doc("What a chunk sees when encoded.", choices=ENCODINGS))
+    recompute: str | None = field(
+        default=None,
+        metadata=_doc(
+            "Parts of stored documents that each request computes anew: first:TOKENS, deviation:SHARE or attention:SHARE."
+        ),
+    )
     max_loss: float | None = field(
         default=None, metadata=_doc("Reuse only if its measured loss is at most this, in nats per answer token.")
     )

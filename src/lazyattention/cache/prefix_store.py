@@ -41,9 +41,9 @@ def block_key(parent_key: bytes, token_ids: Sequence[int]) -> bytes:
     return digest_fields((b"text", parent_key), token_ids)
 
 
-def boundary_key(parent_key: bytes, chunk_digest: bytes) -> bytes:
-    """Key of the chain after a chunk."""
-    return digest_fields((b"boundary", parent_key, chunk_digest))
+def boundary_key(parent_key: bytes, chunk_digest: bytes, part: Sequence[int] = ()) -> bytes:
+    """Key of the chain after a chunk, or after a part of it: its first token and its number of tokens."""
+    return digest_fields((b"boundary", parent_key, chunk_digest), part)
 
 
 class PrefixStore:

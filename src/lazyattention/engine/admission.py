@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From waiting to running: find what is stored, make room for the rest, all or nothing."""
 
+import itertools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from lazyattention.cache.chunk import ISOLATED, Chunk, ChunkKey
@@ -9,7 +11,10 @@ from lazyattention.engine.outputs import DocumentReuse
 from lazyattention.engine.request import RequestGroup, Sequence, SpanState
 from lazyattention.engine.text_chain import TextChain
 from lazyattention.reuse import PromptLayout, ReuseMethod, ReusePlan, SpanUse
+from lazyattention.reuse.recompute import RECOMPUTE_POLICIES, Evidence
 from lazyattention.utils.hashing import digest_fields
+
+_HITS = ("reused", "in flight", "same request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +55,42 @@ class Admission:
         self._cache = cache
         self._identity = identity
 
-    def num_blocks_ever(self, layout: PromptLayout, plan: ReusePlan, max_tokens: int) -> int:
-        """Blocks the sequence holds at its end, if it shares nothing with anybody: what must fit at all."""
+    def num_blocks_ever(self, group: RequestGroup, max_tokens: int) -> int:
+        """Blocks a sequence holds at its end, if it shares nothing with anybody: what must fit at all."""
+        plan = group.method.plan(group.layout, group.encoding)
+        page_counts = self.page_counts(group.layout)
         seen: set[tuple[int, ...]] = set()
         num_blocks = 0
-        for index, (span, use) in enumerate(zip(layout.spans, plan.uses, strict=True)):
-            num_tokens = len(span.token_ids) + (max_tokens if index == len(layout.spans) - 1 else 0)
-            if use in (SpanUse.SHARED, SpanUse.COPIED) and span.token_ids not in seen:
+        if group.recompute is not None:
+            policy = RECOMPUTE_POLICIES[group.recompute.policy]
+            num_blocks = policy.num_pages(group.recompute.amount, page_counts, self._cache.block_size)
+        for index, (span, use) in enumerate(zip(group.layout.spans, plan.uses, strict=True)):
+            num_tokens = len(span.token_ids) + (max_tokens if index == len(group.layout.spans) - 1 else 0)
+            is_recomputed = group.chosen_pages is not None and len(group.chosen_pages[index]) == page_counts[index] > 0
+            if use in (SpanUse.SHARED, SpanUse.COPIED) and span.token_ids not in seen and not is_recomputed:
                 seen.add(span.token_ids)
                 num_blocks += self._cache.num_blocks_of(num_tokens)
             if use is not SpanUse.SHARED:
                 num_blocks += self._cache.num_blocks_of(num_tokens)
         return num_blocks
+
+    def page_counts(self, layout: PromptLayout) -> list[int]:
+        """Return the pages of each span that may be recomputed: a document's blocks; none for text."""
+        return [self._cache.num_blocks_of(len(span.token_ids)) if span.is_document else 0 for span in layout.spans]
+
+    def choose(self, group: RequestGroup, scores: Seq[Seq[float]] | None = None) -> None:
+        """Choose which pages a request computes anew; they stay chosen, through preemption too.
+
+        Args:
+            group: A request with `recompute`.
+            scores: Per span of its layout one number per page; None for policies that need no evidence.
+        """
+        assert group.recompute is not None
+        page_counts = self.page_counts(group.layout)
+        block_size = self._cache.block_size
+        policy = RECOMPUTE_POLICIES[group.recompute.policy]
+        group.chosen_pages = policy.choose(group.recompute.amount, page_counts, block_size, scores)
+        group.must_report = True
 
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence its spans, holding all KV it needs; False (and nothing held) when there is no room now."""
@@ -73,8 +102,10 @@ class Admission:
         num_text_found = 0
         if group.method.reuses_text:
             chain = TextChain(self._cache, self._identity.root_key(group.scope), group.layout, group.scope)
-            num_text_found = chain.match(spans)
-        if not self._cache.can_allocate(self._num_blocks_needed(spans)):
+            # Whoever watches the question's attention must compute the question.
+            is_watched = group.missing_evidence is Evidence.QUESTION_ATTENTION
+            num_text_found = chain.match(spans[:-1] if is_watched else spans)
+        if not self._cache.can_allocate(self._num_blocks_needed(group, spans)):
             self.release(spans, chain)
             return False
         self._insert_cold_chunks(group, spans, plan.preamble_index)
@@ -86,8 +117,12 @@ class Admission:
         if chain is not None:
             chain.count_hits()
         sequence.reuse_plan, sequence.spans, sequence.chain = plan, spans, chain
-        if not group.documents and sequence.num_preemptions == 0 and sequence.index == 0:
-            self._report(group, spans, found, num_text_found)
+        sequence.page_scores = None
+        if group.must_report:
+            if group.found is None:
+                group.found = found
+                self._count(group, spans, num_text_found)
+            self._report(group, spans, group.found)
         return True
 
     def release(self, spans: list[SpanState], chain: TextChain | None) -> None:
@@ -106,7 +141,7 @@ class Admission:
         preamble_keys: dict[str, ChunkKey] | None = None  # by scope: a shared document's readers can meet
         for index, (span, use) in enumerate(zip(group.layout.spans, plan.uses, strict=True)):
             # An empty document has no KV: it is a text span without tokens.
-            state = SpanState(use if span.token_ids else SpanUse.TEXT, list(span.token_ids), start)
+            state = SpanState(use if span.token_ids else SpanUse.TEXT, list(span.token_ids), start, index)
             if state.use in (SpanUse.SHARED, SpanUse.COPIED):
                 scope = span.scope or group.scope
                 preamble_key = None if preamble_keys is None else preamble_keys[scope]
@@ -116,28 +151,58 @@ class Admission:
                     preamble_keys = {
                         name: self._identity.chunk_key(state.token_ids, group.method, None, name) for name in scopes
                     }
-            spans.append(state)
+            spans += self._cut(state, group.chosen_pages[index]) if group.chosen_pages is not None else [state]
             start += len(span.token_ids)
         spans[-1].token_ids += sequence.output_token_ids
         return spans
 
+    def _cut(self, span: SpanState, chosen: tuple[int, ...]) -> list[SpanState]:
+        """Cut a document where chosen pages meet others: these are read in place, those are text of the request."""
+        if not chosen:
+            return [span]
+        block_size = self._cache.block_size
+        num_tokens = len(span.token_ids)
+        pages = range(self._cache.num_blocks_of(num_tokens))
+        parts = []
+        for is_chosen, run in itertools.groupby(pages, set(chosen).__contains__):
+            first, *rest = run
+            start, end = first * block_size, min(num_tokens, (first + len(rest) + 1) * block_size)
+            part = SpanState(SpanUse.TEXT, span.token_ids[start:end], span.start + start, span.source)
+            if not is_chosen:
+                part.use, part.is_part, part.chunk_start, part.chunk_key = span.use, True, start, span.chunk_key
+            parts.append(part)
+        return parts
+
     def _find_chunks(self, group: RequestGroup, spans: list[SpanState]) -> list[str]:
-        """Hold every stored chunk; return per span "reused", "in flight", or why it was missed ("" for other spans)."""
-        found = []
-        for span, source in zip(spans, group.layout.spans, strict=True):
-            reason = ""
-            if span.chunk_key is not None:
-                span.chunk = self._cache.find_chunk(span.chunk_key, span.token_ids)
-                if span.chunk is None:
-                    reason = self._cache.chunks.miss_reason(span.chunk_key, source.scope or group.scope, span.token_ids)
-                else:
-                    reason = "reused" if span.chunk.is_ready else "in flight"
-                    self._cache.hold_chunk(span.chunk)
-            found.append(reason)
+        """Hold every stored chunk.
+
+        Returns:
+            Per span of the layout "reused", "in flight", "same request", or why its chunk was missed; "" without one.
+        """
+        found = [""] * len(group.layout.spans)
+        missed = set()
+        for span in spans:
+            if span.chunk_key is None:
+                continue
+            source = group.layout.spans[span.source]
+            span.chunk = self._cache.find_chunk(span.chunk_key, source.token_ids)
+            if span.chunk is not None:
+                found[span.source] = "reused" if span.chunk.is_ready else "in flight"
+                self._cache.hold_chunk(span.chunk)
+            elif not found[span.source]:
+                scope = source.scope or group.scope
+                reason = self._cache.chunks.miss_reason(span.chunk_key, scope, source.token_ids)
+                found[span.source] = "same request" if span.chunk_key in missed else reason
+                missed.add(span.chunk_key)
         return found
 
-    def _num_blocks_needed(self, spans: list[SpanState]) -> int:
-        cold = {span.chunk_key: len(span.token_ids) for span in spans if span.chunk_key and span.chunk is None}
+    def _num_blocks_needed(self, group: RequestGroup, spans: list[SpanState]) -> int:
+        sources = group.layout.spans
+        cold = {
+            span.chunk_key: len(sources[span.source].token_ids)
+            for span in spans
+            if span.chunk_key and span.chunk is None
+        }
         num_blocks = sum(self._cache.num_blocks_of(num_tokens) for num_tokens in cold.values())
         for span in spans:
             if span.use is not SpanUse.SHARED:
@@ -146,19 +211,20 @@ class Admission:
 
     def _insert_cold_chunks(self, group: RequestGroup, spans: list[SpanState], preamble_index: int | None) -> None:
         preamble: Chunk | None = None
-        for index, (span, source) in enumerate(zip(spans, group.layout.spans, strict=True)):
+        for index, span in enumerate(spans):
             if span.chunk_key is None:
                 continue
+            source = group.layout.spans[span.source]
             if span.chunk is None:
-                # Look again: the same document may stand in this prompt twice.
-                span.chunk = self._cache.find_chunk(span.chunk_key, span.token_ids)
+                # Look again: the same document may stand in this prompt twice, or be read in several parts.
+                span.chunk = self._cache.find_chunk(span.chunk_key, source.token_ids)
                 if span.chunk is not None:
                     self._cache.hold_chunk(span.chunk)
                 else:
                     base = 0 if preamble is None else preamble.num_tokens
                     span.chunk = self._cache.insert_chunk(
                         span.chunk_key,
-                        span.token_ids,
+                        source.token_ids,
                         scope=source.scope or group.scope,
                         base=base,
                         preamble=preamble,
@@ -169,30 +235,48 @@ class Admission:
             if source.document_id is not None:
                 self._cache.chunks.label(span.chunk, source.document_id, source.title)
 
-    def _report(self, group: RequestGroup, spans: list[SpanState], found: list[str], num_text_found: int) -> None:
-        """Fill in what the request found; counted once, at its first admission."""
+    def _count(self, group: RequestGroup, spans: list[SpanState], num_text_found: int) -> None:
+        """Count what a request found, once."""
         stats = self._cache.stats
         stats.num_hit_text_tokens += num_text_found
-        seen: set[bytes] = set()
-        num_reused = 0
-        for span, source, reason in zip(spans, group.layout.spans, found, strict=True):
+        assert group.found is not None
+        for index, (source, reason) in enumerate(zip(group.layout.spans, group.found, strict=True)):
+            parts = [span for span in spans if span.source == index]
+            chunk = next((span.chunk for span in parts if span.chunk is not None), None)
             num_tokens = len(source.token_ids)
-            if span.chunk is not None:
-                if span.chunk.key.digest in seen and reason not in ("reused", "in flight"):
-                    reason = "same request"
-                seen.add(span.chunk.key.digest)
-                is_hit = reason in ("reused", "in flight", "same request")
-                status = "hit" if is_hit else "miss"
-                span.chunk.num_hits += is_hit
-                num_reused_here = num_tokens if is_hit else 0
+            if chunk is not None:
+                chunk.num_hits += reason in _HITS
+                num_found = num_tokens if reason in _HITS else 0
             else:
-                num_reused_here = span.num_computed
-                status, reason = self._text_status(group.method, num_tokens, num_reused_here)
-            num_reused += num_reused_here
+                num_found = sum(span.num_computed for span in parts)
+            if source.is_document:
+                stats.num_hit_tokens += num_found
+                stats.num_miss_tokens += num_tokens - num_found
+
+    def _report(self, group: RequestGroup, spans: list[SpanState], found: list[str]) -> None:
+        """Say what becomes of each document; again once it is known which pages are computed anew."""
+        group.must_report = False
+        group.documents, group.num_reused_tokens, group.num_recomputed_tokens = [], 0, 0
+        for index, (source, reason) in enumerate(zip(group.layout.spans, found, strict=True)):
+            parts = [span for span in spans if span.source == index]
+            num_tokens = len(source.token_ids)
+            num_found = sum(span.num_computed for span in parts)
+            num_recomputed = 0
+            if group.recompute is not None and source.is_document:
+                num_recomputed = sum(len(span.token_ids) for span in parts if span.use is SpanUse.TEXT)
+            if reason:
+                status = "hit" if reason in _HITS else "miss"
+                num_read = sum(len(span.token_ids) for span in parts if span.chunk is not None)
+                num_reused = num_found + (num_read if status == "hit" else 0)
+            elif num_recomputed:
+                status, reason, num_reused = "computed", "recomputed", num_found
+            else:
+                status, reason = self._text_status(group.method, num_tokens, num_found)
+                num_reused = num_found
+            group.num_reused_tokens += num_reused
+            group.num_recomputed_tokens += num_recomputed
             if source.document_id is None:
                 continue
-            stats.num_hit_tokens += num_reused_here
-            stats.num_miss_tokens += num_tokens - num_reused_here
             group.documents.append(
                 DocumentReuse(
                     document_id=source.document_id,
@@ -201,11 +285,11 @@ class Admission:
                     num_tokens=num_tokens,
                     status=status,
                     reason=reason,
-                    num_reused_tokens=num_reused_here,
+                    num_reused_tokens=num_reused,
                     num_bytes=num_tokens * self._identity.bytes_per_token,
+                    num_recomputed_tokens=num_recomputed,
                 )
             )
-        group.num_reused_tokens = num_reused
 
     @staticmethod
     def _text_status(method: ReuseMethod, num_tokens: int, num_found: int) -> tuple[str, str]:

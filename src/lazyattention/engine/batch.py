@@ -8,7 +8,7 @@ import numpy as np
 from lazyattention.cache.chunk import Chunk
 from lazyattention.engine.request import Sequence, SpanState
 from lazyattention.engine.scheduler import Piece, Step
-from lazyattention.ops import KVRange, RowGroup
+from lazyattention.ops import KVRange, Observer, RowGroup
 from lazyattention.reuse import SpanUse
 
 
@@ -29,6 +29,7 @@ class Batch:
         copy_targets: int64 `[num_copies]`.
         copy_deltas: int64 `[num_copies]`, turn of each copied key.
         read_chunks: Stored chunks that are only read in this step.
+        observer: Watches the layers of this forward pass, or None.
     """
 
     token_ids: np.ndarray
@@ -43,6 +44,7 @@ class Batch:
     copy_targets: np.ndarray
     copy_deltas: np.ndarray
     read_chunks: list[Chunk]
+    observer: Observer | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +93,21 @@ class _Builder:
                 self.read_chunks.append(chunk)
         self._add_group(index, num_tokens, position_delta)
 
+    def look_at_run(self, span: SpanState, num_tokens: int, position_delta: int) -> None:
+        """Let the batch's last `num_tokens` tokens look at the part of a chunk that a span reads."""
+        chunk = span.chunk
+        assert chunk is not None
+        if not span.is_part:
+            self.look_at_chunk(chunk, num_tokens, position_delta, keys_turned=chunk.keys_turned)
+            return
+        key = ("run", id(chunk), span.chunk_start, len(span.token_ids))
+        blocks = span.chunk_blocks(self.block_size)
+        first_position = chunk.base + span.chunk_start
+        kv_range = KVRange(key, blocks, len(span.token_ids), first_position, chunk.keys_turned)
+        self.look_at(kv_range, num_tokens, position_delta)
+        if chunk.is_ready:
+            self.read_chunks.append(chunk)
+
     def _add_group(self, range_index: int, num_tokens: int, position_delta: int) -> None:
         self.row_groups.append(RowGroup(range_index, self.num_tokens, num_tokens, position_delta))
 
@@ -115,7 +132,7 @@ def build_batch(step: Step, block_size: int) -> Batch:
         builder.num_tokens += piece.num_tokens
         if piece.sequence is not None:
             remaining[id(piece.sequence)] -= piece.num_tokens
-            if remaining[id(piece.sequence)] == 0:
+            if remaining[id(piece.sequence)] == 0 and piece.sequence.group.missing_evidence is None:
                 sampled.append(piece.sequence)
                 sample_rows.append(builder.num_tokens - 1)
     sources, targets, deltas = copies_of(step, block_size)
@@ -159,7 +176,7 @@ def _add_sequence_piece(builder: _Builder, piece: Piece, sequence: Sequence) -> 
     for index, delta in spans_seen_from(sequence, piece.span_index):
         seen = sequence.spans[index]
         if seen.chunk is not None and seen.use is SpanUse.SHARED:
-            builder.look_at_chunk(seen.chunk, piece.num_tokens, delta, keys_turned=seen.chunk.keys_turned)
+            builder.look_at_run(seen, piece.num_tokens, delta)
         else:
             kv_range = KVRange((id(sequence), index), seen.block_ids, len(seen.token_ids), seen.start)
             builder.look_at(kv_range, piece.num_tokens, delta)
@@ -183,7 +200,7 @@ def spans_seen_from(sequence: Sequence, span_index: int) -> list[tuple[int, int]
         delta = span.start - seen.start - len(seen.token_ids) if span.use is SpanUse.PRIVATE else 0
         if seen.use is SpanUse.SHARED:
             assert seen.chunk is not None
-            delta += seen.start - seen.chunk.base
+            delta += seen.start - seen.chunk_start - seen.chunk.base
         found.append((index, delta))
     return found
 

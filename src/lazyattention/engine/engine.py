@@ -18,13 +18,15 @@ from lazyattention.engine.documents import DocumentManager
 from lazyattention.engine.gate import decide
 from lazyattention.engine.model_runner import ModelRunner
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput, Timings
+from lazyattention.engine.page_chooser import PageChooser, check_recompute, default_recompute
 from lazyattention.engine.prompt import PromptBuilder
 from lazyattention.engine.request import RequestGroup, Sequence
 from lazyattention.engine.sampler import SampledToken, Sampler, SamplingRow, seed_key
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.engine.scheduler import Scheduler, Step
 from lazyattention.errors import CapacityError, LazyAttentionError, RequestError
-from lazyattention.reuse import REUSE_METHODS, PromptLayout, ReuseMethod
+from lazyattention.reuse import REUSE_METHODS, PromptLayout, ReuseMethod, SpanUse
+from lazyattention.reuse.recompute import Evidence, Recompute
 from lazyattention.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ class EngineStats:
         num_output_tokens: Tokens sampled.
         num_finished: Requests that ended, for whatever reason.
         num_failed: Of these, with an error.
+        num_recomputed_tokens: Document tokens in pages that were computed anew, of requests that ran and ended.
+        num_selections: Requests for which it was measured which pages to compute anew.
+        num_selection_tokens: Tokens computed for that, in the share of the model's layers that they went through.
+        selection_s: Seconds inside passes made for that alone.
         forward_s: Seconds inside the model's forward.
         step_s: Seconds inside `step`.
     """
@@ -57,6 +63,10 @@ class EngineStats:
     num_output_tokens: int = 0
     num_finished: int = 0
     num_failed: int = 0
+    num_recomputed_tokens: int = 0
+    num_selections: int = 0
+    num_selection_tokens: float = 0.0
+    selection_s: float = 0.0
     forward_s: float = 0.0
     step_s: float = 0.0
 
@@ -81,6 +91,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.loaded = loaded
         self.configured_method = REUSE_METHODS[self.config.reuse_method]
+        self.default_recompute = default_recompute(self.config, loaded)
         self.gate = decide(loaded.weights_id, self.config)
         self.default_method = REUSE_METHODS[self.gate.reuse_method]
         self.model_runner = ModelRunner(loaded, self.config)
@@ -92,7 +103,9 @@ class Engine:
             bytes_per_token=kv_bytes_per_token(loaded.kv_shapes, self.model_runner.kv_dtype),
         )
         self.max_model_len = min(self.config.scheduler.max_model_len or loaded.max_model_len, loaded.max_model_len)
-        self.scheduler = Scheduler(self.cache, Admission(self.cache, identity), self.config.scheduler)
+        self._admission = Admission(self.cache, identity)
+        self.scheduler = Scheduler(self.cache, self._admission, self.config.scheduler)
+        self._pages = PageChooser(self.model_runner, self._admission)
         self.sampler = Sampler(tuple(loaded.eos_token_ids))
         self._groups: dict[str, RequestGroup] = {}
         self.prompts = PromptBuilder(
@@ -127,6 +140,7 @@ class Engine:
         reuse: str = "auto",
         reuse_method: str | None = None,
         encoding: str | None = None,
+        recompute: Recompute | str | None = None,
         deadline_s: float | None = None,
         arrival_s: float | None = None,
     ) -> None:
@@ -141,14 +155,18 @@ class Engine:
                 recompute documents with full attention.
             reuse_method: Another method than the engine's, for this request; overrides the gate, so leave `reuse` out.
             encoding: Another encoding than the engine's, for this request; chunks of both lie in one store.
+            recompute: Which pages of stored documents to compute anew for this request: "first:16", "deviation:0.15",
+                "attention:0.15" or "none"; None = as the engine's option says, for methods that read chunks in place.
             deadline_s: Monotonic seconds after which it is ended with an error.
             arrival_s: When it came in, if not now.
 
         Raises:
-            RequestError: The id is taken, the prompt is empty or too long, or the request can never fit.
-            ConfigError: The reuse method or the encoding is unknown.
+            RequestError: The id is taken, the prompt is empty or too long, the request can never fit, or `recompute` is
+                malformed or does not go with the reuse method.
+            ConfigError: The reuse method, the encoding or the recompute policy is unknown.
         """
         method = self._method_for(reuse, reuse_method)
+        chosen_recompute = self._recompute_for(recompute, method)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
@@ -167,11 +185,13 @@ class Engine:
         timings = Timings(arrival_s=time.monotonic() if arrival_s is None else arrival_s)
         encoding = check_encoding(encoding or self.config.encoding)
         group = RequestGroup(request_id, layout, layout.token_ids, params, method, scope, timings, deadline_s, encoding)
+        group.recompute = chosen_recompute
+        self._pages.choose_at_once(group)
         for index in range(params.n):
             group.sequences.append(self._new_sequence(group, index))
         try:
             for sequence in group.sequences:
-                self.scheduler.add(sequence, group.encoding)
+                self.scheduler.add(sequence)
         except RequestError:
             for sequence in group.sequences:
                 self.scheduler.finish(sequence)
@@ -201,6 +221,7 @@ class Engine:
         if step.pieces:
             try:
                 batch = self.model_runner.build_batch(step)
+                batch.observer = self._pages.watch(step)
                 tokens = self._run(batch)
             except Exception as error:  # whatever the model raises must not take other requests along
                 logger.exception("a forward pass over %d tokens failed", step.num_tokens)
@@ -210,6 +231,7 @@ class Engine:
                 changed = self._update(batch, tokens)
                 if self._checksums is not None:
                     self._checksums.after_step(step, batch)
+        self._choose_pages()
         self.stats.step_s += time.perf_counter() - started_s
         return self._collect(changed)
 
@@ -328,6 +350,7 @@ class Engine:
         self.stats.num_finished += 1
         if group.timings.first_scheduled_s is not None:
             self.stats.num_prompt_tokens += len(group.prompt_token_ids)
+            self.stats.num_recomputed_tokens += group.num_recomputed_tokens
         del self._groups[group.request_id]
         for scope, document_id in group.forget_at_end:
             self.cache.delete_document(scope, document_id)
@@ -355,6 +378,41 @@ class Engine:
             if group.deadline_s is not None and group.deadline_s <= now:
                 waited_s = now - group.timings.arrival_s
                 self._fail(group, CapacityError(f"the request's deadline passed after {waited_s:.1f} s; retry later"))
+
+    def _choose_pages(self) -> None:
+        """Let running requests whose evidence is there choose what to recompute, and start anew with that."""
+        for sequence in list(self.scheduler.running):
+            group = sequence.group
+            evidence = group.missing_evidence
+            if evidence is None:
+                continue
+            started_s = time.perf_counter()
+            try:
+                num_tokens = self._pages.choose(sequence)
+            except Exception as error:
+                logger.exception("request %s: choosing pages to recompute failed", group.request_id)
+                text = f"choosing what to recompute failed: {type(error).__name__}: {error}; retry later, or without it"
+                self._fail(group, CapacityError(text))
+                continue
+            if num_tokens is None:
+                continue
+            self.scheduler.restart(sequence)
+            group.num_selection_tokens = num_tokens
+            group.timings.selected_s = time.monotonic()
+            self.stats.num_selections += 1
+            self.stats.num_selection_tokens += num_tokens
+            self.stats.selection_s += time.perf_counter() - started_s
+            if evidence is Evidence.KV_DEVIATION:
+                return  # it took a pass of its own; the next one waits for the next step, so that others go on
+
+    def _recompute_for(self, recompute: Recompute | str | None, method: ReuseMethod) -> Recompute | None:
+        reads_in_place = method.document_use is SpanUse.SHARED
+        if recompute is None:
+            return self.default_recompute if reads_in_place else None
+        wanted = Recompute.of(recompute)
+        if wanted is not None:
+            check_recompute(wanted, method, self.loaded)
+        return wanted
 
     def _method_for(self, reuse: str, reuse_method: str | None) -> ReuseMethod:
         if reuse not in REUSE_CHOICES:
@@ -414,4 +472,6 @@ def _snapshot(group: RequestGroup) -> RequestOutput:
         num_reused_tokens=group.num_reused_tokens,
         timings=group.timings,
         error=group.error,
+        num_recomputed_tokens=group.num_recomputed_tokens,
+        num_selection_tokens=group.num_selection_tokens,
     )

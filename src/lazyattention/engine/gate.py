@@ -121,11 +121,13 @@ def decide(weights_id: str, config: EngineConfig) -> GateDecision:
 
 
 def _path(weights_id: str, config: EngineConfig) -> Path:
-    fields = (
+    fields: tuple[str, ...] = (
         weights_id,
         config.encoding,
         config.documents_place,
         config.chat_template or "",
         str(config.cache.max_chunk_len),
     )
+    if config.recompute is not None:
+        fields += (config.recompute,)
     return envs.CACHE_DIR / "quality" / f"{digest_fields(fields).hex()}.json"

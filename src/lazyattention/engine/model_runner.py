@@ -20,7 +20,7 @@ from lazyattention.engine.scheduler import Step
 from lazyattention.engine.step_planner import PlannedBatch, StepPlanner
 from lazyattention.errors import ConfigError, UnsupportedError
 from lazyattention.models.attention import ATTENTION_NAME, MASKLESS_ATTENTION_NAME
-from lazyattention.ops import AttentionMetadata, AttentionPlan, make_plan
+from lazyattention.ops import AttentionMetadata, AttentionPlan, Observer, make_plan
 from lazyattention.ops.device_plan import send
 from lazyattention.utils.logging import get_logger
 
@@ -112,7 +112,7 @@ class ModelRunner:
         """
         if len(batch.copy_sources):
             self.kv_pool.copy_turned(batch.copy_sources, batch.copy_targets, batch.copy_deltas, self.rotaries)
-        if self.graphs is not None and self._planner is not None:
+        if self.graphs is not None and self._planner is not None and batch.observer is None:
             assert isinstance(batch, PlannedBatch)
             assert batch.host_step is not None
             try:
@@ -125,8 +125,17 @@ class ModelRunner:
                     return logits
         sample_rows = torch.tensor(batch.sample_rows, dtype=torch.int64)
         return self._forward(
-            send(batch.token_ids, self.device), self._plan(batch), send(sample_rows.numpy(), self.device)
+            send(batch.token_ids, self.device),
+            self._plan(batch),
+            send(sample_rows.numpy(), self.device),
+            batch.observer,
         )
+
+    @torch.inference_mode()
+    def call_layers(self, token_ids: list[int], metadata: AttentionMetadata) -> None:
+        """Run the model, uncompiled, over KV memory of the caller's, whose observer may end it early by raising."""
+        input_ids = torch.tensor(token_ids, device=self.device)
+        self._call_model(input_ids, metadata, input_ids.new_zeros(1), None)
 
     def close(self) -> None:
         """Let go of graphs and KV memory, and leave the model as it was."""
@@ -151,9 +160,15 @@ class ModelRunner:
             device=self.device,
         )
 
-    def _forward(self, input_ids: torch.Tensor, plan: AttentionPlan, sample_rows: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        plan: AttentionPlan,
+        sample_rows: torch.Tensor,
+        observer: Observer | None = None,
+    ) -> torch.Tensor:
         """Run the model, compiled if it is. A failure to compile costs one repetition: all writes are the same again."""
-        metadata = AttentionMetadata(plan, self.kv_pool.layers, self.rotaries)
+        metadata = AttentionMetadata(plan, self.kv_pool.layers, self.rotaries, observer=observer)
         if self.compiled is not None and len(input_ids) >= MIN_TOKENS:
             try:
                 return self._call_model(input_ids, metadata, sample_rows, self.compiled)

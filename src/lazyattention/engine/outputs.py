@@ -18,10 +18,13 @@ class DocumentReuse:
         num_tokens: Tokens of this chunk.
         status: "hit" (its KV was there), "miss" (it was not and was computed) or "computed" (the method never looks).
         reason: For a hit "reused", "in flight" (another request was just computing it) or "same request". For a miss
-            "new", "evicted", "expired", "deleted" or "other preamble". Else "not reused by <method>", "empty", or
+            "new", "evicted", "expired", "deleted" or "other preamble". Else "not reused by <method>", "empty",
+            "recomputed" (all of it was to be computed anew), or
             "identical prefix"/"no identical prefix" with the number of tokens found.
         num_reused_tokens: Tokens that were not computed for this request.
         num_bytes: Size of its KV.
+        num_recomputed_tokens: Tokens in pages that were computed anew, after all that stands before them in the prompt;
+            a cold chunk's were computed twice.
     """
 
     document_id: str
@@ -32,6 +35,7 @@ class DocumentReuse:
     reason: str
     num_reused_tokens: int
     num_bytes: int
+    num_recomputed_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -66,6 +70,7 @@ class Timings:
     Attributes:
         arrival_s: It came in.
         first_scheduled_s: It was first admitted.
+        selected_s: It was known which pages are recomputed, if that had to be measured.
         first_token_s: Its first token was there.
         finished_s: It ended.
         num_output_tokens: Tokens generated until then, all completions together.
@@ -73,6 +78,7 @@ class Timings:
 
     arrival_s: float
     first_scheduled_s: float | None = None
+    selected_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_output_tokens: int = 0
@@ -81,6 +87,13 @@ class Timings:
     def ttft_s(self) -> float | None:
         """Time to first token, waiting included."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def selection_s(self) -> float | None:
+        """Time from the first admission until the pages to recompute were known; None if nothing had to be measured."""
+        if self.selected_s is None or self.first_scheduled_s is None:
+            return None
+        return self.selected_s - self.first_scheduled_s
 
     @property
     def e2e_s(self) -> float | None:
@@ -110,6 +123,9 @@ class RequestOutput:
         num_reused_tokens: Prompt tokens that were not.
         timings: When things happened.
         error: Why it failed, with `finish_reason` "error".
+        num_recomputed_tokens: Document tokens in pages that were computed anew. They are not among the reused ones.
+        num_selection_tokens: Tokens computed only to choose these pages, in the share of the model's layers that they
+            went through.
     """
 
     request_id: str
@@ -122,6 +138,8 @@ class RequestOutput:
     num_reused_tokens: int
     timings: Timings
     error: LazyAttentionError | None = None
+    num_recomputed_tokens: int = 0
+    num_selection_tokens: float = 0.0
 
     @property
     def text(self) -> str:

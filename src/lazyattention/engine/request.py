@@ -10,9 +10,11 @@ from lazyattention.engine.outputs import CompletionOutput, DocumentReuse, Timing
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import LazyAttentionError
 from lazyattention.reuse import PromptLayout, ReuseMethod, ReusePlan, SpanUse
+from lazyattention.reuse.recompute import RECOMPUTE_POLICIES, Evidence, Pages, Recompute
 
 if TYPE_CHECKING:
     from lazyattention.engine.detokenizer import Detokenizer
+    from lazyattention.engine.question_attention import QuestionAttention
     from lazyattention.engine.text_chain import TextChain
 
 
@@ -32,6 +34,9 @@ class SpanState:
         use: Whose KV serves it.
         token_ids: Its tokens; the last span grows with the output.
         start: Position of its first token.
+        source: Index of the layout's span it is, or is a part of.
+        is_part: True if it reads a part of its chunk (SHARED): other pages are recomputed.
+        chunk_start: First token of this part, index into the chunk; where a block begins.
         chunk_key: What its chunk is stored under (SHARED, COPIED).
         chunk: The stored chunk it reads (SHARED) or copies (COPIED); held by the sequence.
         block_ids: The sequence's own blocks (TEXT, PRIVATE, COPIED); it holds one reference on each.
@@ -41,6 +46,9 @@ class SpanState:
     use: SpanUse
     token_ids: list[int]
     start: int
+    source: int = 0
+    is_part: bool = False
+    chunk_start: int = 0
     chunk_key: ChunkKey | None = None
     chunk: Chunk | None = None
     block_ids: list[int] = field(default_factory=list)
@@ -50,6 +58,12 @@ class SpanState:
     def num_remaining(self) -> int:
         """Tokens the sequence itself must still compute here; a shared chunk is somebody's else work."""
         return 0 if self.use is SpanUse.SHARED else len(self.token_ids) - self.num_computed
+
+    def chunk_blocks(self, block_size: int) -> list[int]:
+        """Return the blocks of its part of the chunk."""
+        assert self.chunk is not None
+        end = self.chunk_start + len(self.token_ids)
+        return self.chunk.block_ids[self.chunk_start // block_size : -(-end // block_size)]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +80,15 @@ class RequestGroup:
         timings: When things happened.
         deadline_s: Monotonic seconds after which it is ended, or None.
         encoding: What its chunks see when encoded: "after_preamble" or "isolated".
+        recompute: Which pages of its documents it computes anew; None = none.
+        chosen_pages: These pages; None until they are chosen.
         sequences: One per completion.
-        documents: The reuse report, made at the first admission.
+        documents: The reuse report, made at the first admission, and again when pages to recompute were chosen.
+        must_report: True until it is made.
+        found: Per span of the layout, what the first admission found; None before.
         num_reused_tokens: Prompt tokens not computed for this request.
+        num_recomputed_tokens: Document tokens in pages that were computed anew.
+        num_selection_tokens: Tokens computed only to choose these pages, in the share of the layers they went through.
         error: Why it failed.
         forget_at_end: Scopes and ids of documents that were deleted while this request had them.
     """
@@ -82,9 +102,15 @@ class RequestGroup:
     timings: Timings
     deadline_s: float | None = None
     encoding: str = "after_preamble"
+    recompute: Recompute | None = None
+    chosen_pages: Pages | None = None
     sequences: "list[Sequence]" = field(default_factory=list)
     documents: list[DocumentReuse] = field(default_factory=list)
+    must_report: bool = True
+    found: list[str] | None = None
     num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_selection_tokens: float = 0.0
     error: LazyAttentionError | None = None
     forget_at_end: set[tuple[str, str]] = field(default_factory=set)
 
@@ -92,6 +118,16 @@ class RequestGroup:
         """True if the prompt contains this document of this scope."""
         spans = self.layout.spans
         return any(span.document_id == document_id and (span.scope or self.scope) == scope for span in spans)
+
+    @property
+    def missing_evidence(self) -> Evidence | None:
+        """What must be measured before the pages to recompute can be chosen; None when there is nothing to choose.
+
+        Until then the request runs as if nothing were recomputed, and samples nothing.
+        """
+        if self.recompute is None or self.chosen_pages is not None:
+            return None
+        return RECOMPUTE_POLICIES[self.recompute.policy].evidence
 
     @property
     def is_finished(self) -> bool:
@@ -117,6 +153,7 @@ class Sequence:
         output: What the user sees of it.
         num_skipped: Younger requests that overtook it while it waited.
         num_preemptions: How often its blocks were taken.
+        page_scores: Collects the evidence for choosing pages, while running without it.
         decoding_spans: The `spans` that were all there when it was last asked; they stay so until others replace them.
     """
 
@@ -133,6 +170,7 @@ class Sequence:
     output: CompletionOutput = field(default_factory=lambda: CompletionOutput(0))
     num_skipped: int = 0
     num_preemptions: int = 0
+    page_scores: "QuestionAttention | None" = None
     decoding_spans: list[SpanState] | None = None
 
     @property

@@ -16,6 +16,7 @@ from lazyattention.engine.admission import Admission
 from lazyattention.engine.request import RequestStatus, Sequence, SpanState
 from lazyattention.errors import CapacityError, LazyAttentionError, RequestError
 from lazyattention.reuse import SpanUse
+from lazyattention.reuse.recompute import Evidence
 
 # Waiting sequences looked at per step once one of them does not fit.
 _MAX_ADMISSION_TRIES = 16
@@ -85,14 +86,13 @@ class Scheduler:
         """True while anything waits or runs."""
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence, encoding: str) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for admission.
 
         Raises:
             RequestError: It can never fit into the pool.
         """
-        plan = sequence.group.method.plan(sequence.group.layout, encoding)
-        needed = self._admission.num_blocks_ever(sequence.group.layout, plan, sequence.max_tokens)
+        needed = self._admission.num_blocks_ever(sequence.group, sequence.max_tokens)
         if needed > self._cache.pool.num_blocks:
             raise RequestError(
                 f"the request needs {needed} KV blocks of {self._cache.block_size} tokens (prompt "
@@ -135,6 +135,13 @@ class Scheduler:
             self._give_back(sequence)
         sequence.status = RequestStatus.FINISHED
 
+    def restart(self, sequence: Sequence) -> None:
+        """Let a running sequence give back all it holds; it is admitted anew before all others."""
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.status = RequestStatus.WAITING
+        self.waiting.insert(0, sequence)
+
     # One sequence's work ---------------------------------------------------------------------------------------------
 
     def _schedule_decode(self, sequence: Sequence, step: Step) -> None:
@@ -164,6 +171,7 @@ class Scheduler:
         """Schedule the sequence's cold chunks and then its own tokens, as far as budget and dependencies allow."""
         assert sequence.reuse_plan is not None
         preamble_index = sequence.reuse_plan.preamble_index
+        needs_chunks_only = sequence.group.missing_evidence is Evidence.KV_DEVIATION
         all_before_complete = True
         preamble_complete = True
         for index, span in enumerate(sequence.spans):
@@ -180,7 +188,7 @@ class Scheduler:
                     span.num_computed = len(span.token_ids)
                 else:
                     is_complete = False
-            elif span.num_remaining:
+            elif span.num_remaining and not needs_chunks_only:
                 may_run = all_before_complete if span.use is SpanUse.TEXT else preamble_complete
                 num_tokens = min(step.budget, span.num_remaining) if may_run else 0
                 if num_tokens:
@@ -237,12 +245,9 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks; it waits first in line and recomputes what is not stored any more."""
-        self.running.remove(sequence)
-        self._give_back(sequence)
-        sequence.status = RequestStatus.WAITING
+        self.restart(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.insert(0, sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         self._admission.release(sequence.spans, sequence.chain)

@@ -5,7 +5,7 @@ What batch.py says about who sees whom holds here too; it is asked there. While 
 few list entries per sequence, however many documents each of them reads.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,7 +74,7 @@ class StepPlanner:
         # Tables are padded to powers of two and texts shared by requests are listed for each.
         table_entries = max(1 << 16, 1 << (4 * num_blocks - 1).bit_length())
         self._plans = PlanBuilder(block_size=block_size, device=device, table_entries=table_entries)
-        self._ranges: dict[int, _Range] = {}
+        self._ranges: dict[Hashable, _Range] = {}
         self._decoding: dict[int, _Decoding] = {}
         self._num_after_sweep = 0
 
@@ -110,7 +110,7 @@ class StepPlanner:
             self._add_prefill_piece(parts, piece, sequence)
             left = remaining.get(id(sequence), sequence.num_remaining) - piece.num_tokens
             remaining[id(sequence)] = left
-            if left == 0:
+            if left == 0 and sequence.group.missing_evidence is None:
                 parts.sampled.append(sequence)
                 parts.sample_rows.append(parts.num_tokens - 1)
         query_lens = np.array(parts.query_lens)
@@ -208,7 +208,7 @@ class StepPlanner:
                 continue
             if span.use is SpanUse.SHARED:
                 assert span.chunk is not None
-                ranges.append(self._range_of_chunk(span.chunk, span.chunk.num_tokens))
+                ranges.append(self._range_of_run(span, span.chunk))
             else:
                 ranges.append(self._range_of_span(span, len(span.token_ids)))
             deltas.append(delta)
@@ -224,6 +224,20 @@ class StepPlanner:
         elif known.num_tokens != num_tokens:
             self._plans.grow_range(known.range_id, num_tokens)
             known.num_tokens = num_tokens
+        return known
+
+    def _range_of_run(self, span: SpanState, chunk: Chunk) -> _Range:
+        """Return the range of the part of a chunk that a span reads; other requests that read the same part share it."""
+        num_tokens = len(span.token_ids)
+        if not span.is_part:
+            return self._range_of_chunk(chunk, num_tokens)
+        key = (id(chunk), span.chunk_start, num_tokens)
+        known = self._ranges.get(key)
+        if known is None:
+            blocks = span.chunk_blocks(self._block_size)
+            first_position = chunk.base + span.chunk_start
+            range_id = self._plans.add_range(blocks, num_tokens, first_position, keys_turned=chunk.keys_turned)
+            known = self._ranges[key] = _Range(chunk, range_id, num_tokens, len(blocks))
         return known
 
     def _range_of_span(self, span: SpanState, num_tokens: int, *, max_tokens: int = 0) -> _Range:

@@ -66,7 +66,7 @@ class TextChain:
             span, token_ids = piece
             key = block_key(self._key, token_ids)
             block_id = span.block_ids[self._done // self._cache.block_size]
-            tags = self._tags | self._own_tags()
+            tags = self._tags | self._own_tags(span)
             context_len = span.start + self._done
             node = self._cache.insert_text(key, self._parent, token_ids, block_id, context_len, tags)
             if node is None:
@@ -88,15 +88,16 @@ class TextChain:
                 if not is_closed:
                     return None
             elif span.chunk_key is not None:
-                self._key = boundary_key(self._key, span.chunk_key.digest)
+                part = (span.chunk_start, len(span.token_ids)) if span.is_part else ()
+                self._key = boundary_key(self._key, span.chunk_key.digest, part)
                 self._tags |= {span.chunk_key.digest}
             self._span_index += 1
             self._done = 0
         return None
 
-    def _own_tags(self) -> frozenset[bytes]:
+    def _own_tags(self, span: SpanState) -> frozenset[bytes]:
         """A document computed as text is tagged, so that deleting it finds this block and what follows."""
-        source = self._layout.spans[self._span_index]
+        source = self._layout.spans[span.source]
         if source.document_id is None:
             return frozenset()
         return frozenset([document_tag(source.scope or self._scope, source.document_id)])

@@ -48,8 +48,9 @@ def lay_out_decode(
 ) -> DecodeLayout:
     """Lay out the chosen groups: one task per range, tile of rows and part of the keys."""
     ranges, tokens, deltas = _rows_of(arrays, chosen)
-    last_keys = positions[tokens] - deltas - arrays.range_firsts[ranges]
-    if spec.sliding_window is not None:
+    last_keys = positions[tokens] - deltas
+    last_keys -= arrays.range_firsts[ranges]
+    if spec.sliding_window is not None and len(tokens):
         # Rows too far from all of the range see nothing; moving on, they never will.
         near = last_keys - spec.sliding_window + 1 < arrays.range_tokens[ranges]
         ranges, tokens, deltas, last_keys = ranges[near], tokens[near], deltas[near], last_keys[near]
@@ -61,56 +62,84 @@ def lay_out_decode(
     item_keys = ranges if keys_turned else ranges * 2**32 + (deltas - deltas.min())
     order = stable_order(item_keys)
     sorted_keys = item_keys[order]
-    starts = np.flatnonzero(np.concatenate(([True], sorted_keys[1:] != sorted_keys[:-1])))
-    counts = np.diff(np.append(starts, num_rows))
+    ends = np.append(np.flatnonzero(sorted_keys[1:] != sorted_keys[:-1]) + 1, num_rows)
+    starts = np.concatenate(([0], ends[:-1]))
+    counts = ends - starts
     item_ranges = ranges[order[starts]]
-    num_keys = arrays.range_tokens[item_ranges]
     # Where every row ends within the range, the rows say where keys end, also after the text has grown.
-    ends_inside = np.maximum.reduceat(last_keys[order], starts) < num_keys
-
-    few, many = (spec.decode_few, spec.decode_many) if keys_turned else (spec.decode_unturned, spec.decode_unturned)
-    rows_few, rows_many = max(1, few.tile_m // spec.group), max(1, many.tile_m // spec.group)
-    is_many = (counts > rows_few) & keys_turned
-    rows_per_tile = np.where(is_many, rows_many, rows_few)
-    row_tiles = -(-counts // rows_per_tile)
-    tile_kv = np.where(is_many, many.tile_kv, few.tile_kv)
-    key_tiles = -(-num_keys // tile_kv)
-    num_parts = _num_parts(num_keys, row_tiles, max(few.tile_kv, many.tile_kv), spec)
-    task_counts = row_tiles * num_parts
-    item = np.repeat(np.arange(len(starts)), task_counts)
-    inner = concatenated_ranges(np.zeros_like(task_counts), task_counts)
-    part, row_tile = np.divmod(inner, row_tiles[item])
-
-    tasks = np.empty((len(item), 8), np.int32)
-    first_row = row_tile * rows_per_tile[item]
-    tasks[:, 0] = starts[item] + first_row
-    tasks[:, 1] = np.minimum(rows_per_tile[item], counts[item] - first_row)
-    tables = arrays.range_tables[item_ranges]
-    tasks[:, 2] = tables[item]
-    key_starts = key_tiles[item] * part // num_parts[item] * tile_kv[item]
-    tasks[:, 3] = key_starts
-    part_ends = key_tiles[item] * (part + 1) // num_parts[item] * tile_kv[item]
-    last_end = np.where(ends_inside, NO_END, num_keys)[item]
-    tasks[:, 4] = np.where(part == num_parts[item] - 1, last_end, part_ends)
-    tasks[:, 5] = arrays.range_firsts[item_ranges][item]
-    tasks[:, 6] = part
-    # A text's next blocks can lie anywhere, so only ranges that are complete count as contiguous.
-    first_slots = np.where(
-        arrays.range_contiguous[item_ranges] & ~ends_inside, arrays.blocks[tables] * np.int64(spec.block_size), -1
-    )[item]
-    tasks[:, 7] = np.where(first_slots >= 0, first_slots + key_starts, -1)
-    # Longest first, so that no long task starts last.
-    work = np.minimum(part_ends, num_keys[item]) - key_starts
-    in_order = stable_order(work.max() - work)
-    is_many_task = is_many[item][in_order]
-    tasks = tasks[in_order]
-
+    ends_inside = np.maximum.reduceat(last_keys[order], starts) < arrays.range_tokens[item_ranges]
+    tasks, num_many, num_parts = _tasks(arrays, item_ranges, starts, counts, ends_inside, spec, keys_turned)
     rows = np.zeros((num_rows, 4), np.int32)
     rows[:, 0] = tokens[order]
     rows[:, 1] = deltas[order]
     row_parts = np.empty(num_rows, np.int64)
     row_parts[order] = np.repeat(num_parts, counts)
-    return DecodeLayout(tokens, row_parts, order, tasks[~is_many_task], tasks[is_many_task], rows)
+    return DecodeLayout(tokens, row_parts, order, tasks[num_many:], tasks[:num_many], rows)
+
+
+def _tasks(
+    arrays: PlanArrays,
+    item_ranges: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    ends_inside: np.ndarray,
+    spec: LayoutSpec,
+    keys_turned: bool,
+) -> tuple[np.ndarray, int, np.ndarray]:
+    """Cut items, each all rows over one range, into tasks.
+
+    Returns:
+        Tasks int32 `[num_tasks, 8]`, those over many rows first and the longest first among each; how many of them are
+        over many rows; parts of each item.
+    """
+    few, many = (spec.decode_few, spec.decode_many) if keys_turned else (spec.decode_unturned, spec.decode_unturned)
+    rows_few, rows_many = max(1, few.tile_m // spec.group), max(1, many.tile_m // spec.group)
+    num_keys = arrays.range_tokens[item_ranges]
+    tables = arrays.range_tables[item_ranges]
+    is_many = (counts > rows_few) & keys_turned
+    row_tiles = np.where(is_many, -(-counts // rows_many), -(-counts // rows_few))
+    num_parts = _num_parts(num_keys, row_tiles, max(few.tile_kv, many.tile_kv), spec)
+    # A text's next blocks can lie anywhere, so only ranges that are complete count as contiguous.
+    is_contiguous = arrays.range_contiguous[item_ranges] & ~ends_inside
+    of_items = np.empty((8, len(starts)), np.int32)
+    of_items[0] = starts
+    of_items[1] = counts
+    of_items[2] = tables
+    of_items[3] = 0
+    of_items[4] = np.where(ends_inside, NO_END, num_keys)
+    of_items[5] = arrays.range_firsts[item_ranges]
+    of_items[6] = 0
+    of_items[7] = np.where(is_contiguous, arrays.blocks[tables] * np.int64(spec.block_size), -1)
+    work = num_keys
+    task_counts = row_tiles * num_parts
+    is_cut = task_counts > 1
+    if not is_cut.any():
+        tasks, is_many_task = of_items, is_many
+    else:
+        item = np.repeat(np.arange(len(starts)), task_counts)
+        tasks, is_many_task, work = of_items[:, item], is_many[item], work[item]
+        inner = concatenated_ranges(np.zeros_like(task_counts), task_counts)
+        if int(num_parts.max()) == 1:
+            row_tile = inner
+        else:
+            part, row_tile = np.divmod(inner, row_tiles[item])
+            parts, tile_kv = num_parts[item], np.where(is_many_task, many.tile_kv, few.tile_kv)
+            key_tiles = -(-work // tile_kv)
+            key_starts = key_tiles * part // parts * tile_kv
+            part_ends = key_tiles * (part + 1) // parts * tile_kv
+            tasks[3] = key_starts
+            tasks[4] = np.where(part == parts - 1, tasks[4], part_ends)
+            tasks[6] = part
+            tasks[7] += np.where(tasks[7] >= 0, tasks[3], 0)
+            work = np.minimum(part_ends, work) - key_starts
+        rows_per_tile = np.where(is_many_task, rows_many, rows_few)
+        first_rows = row_tile * rows_per_tile
+        tasks[0] += first_rows
+        tasks[1] = np.minimum(rows_per_tile, tasks[1] - first_rows)
+    # Longest first, so that no long task starts last.
+    longest = int(work.max())
+    order = stable_order(np.where(is_many_task, longest - work, 2 * longest + 1 - work))
+    return tasks.T[order], int(np.count_nonzero(is_many_task)), num_parts
 
 
 def _rows_of(arrays: PlanArrays, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from lazyattention.ops.attend import AttendOptions, attend
 from lazyattention.ops.chunk_prefill import chunk_prefill, has_unmasked_prefill
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
 from lazyattention.ops.merge_states import merge_parts, merge_states
-from lazyattention.ops.metadata import AttentionMetadata
+from lazyattention.ops.metadata import AttentionMetadata, LayerCall
 from lazyattention.ops.rotary import LayerRotary, turn
 from lazyattention.ops.shared_decode import shared_decodes
 from lazyattention.ops.store_kv import store_kv
@@ -48,18 +48,20 @@ def run(
         ValueError: A shape or dtype is not as above.
         UnsupportedError: KV has scales, but the plan is not for the kernels.
     """
+    options = AttendOptions(softmax_scale, sliding_window, logit_softcap)
     if metadata.plan.arrays is not None:
-        options = AttendOptions(softmax_scale, sliding_window, logit_softcap)
         return run_kernels(q, k, v, metadata, layer_idx, options, sinks)
     if metadata.kv_scales is not None:
         raise UnsupportedError("kv_scales need a plan made for the kernels; keep KV in the model's dtype on the CPU")
     plan, rotary = metadata.plan, metadata.rotaries[layer_idx]
     k_cache, v_cache = metadata.kv_caches[layer_idx]
+    stored_k = k
     if plan.store_turns is not None and rotary.inv_freq is not None:
         dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
-        k = turn(k, *plan.key_store_turns(rotary, dtype), rotary)
-    store_kv(k, v, k_cache, v_cache, plan.slot_mapping)
-    options = AttendOptions(softmax_scale, sliding_window, logit_softcap)
+        stored_k = turn(k, *plan.key_store_turns(rotary, dtype), rotary)
+    store_kv(stored_k, v, k_cache, v_cache, plan.slot_mapping)
+    if metadata.observer is not None:
+        metadata.observer(LayerCall(layer_idx, q, k, v, options, sinks), metadata)
     outputs, lses = attend(q, k_cache, v_cache, plan, rotary, options)
     if plan.is_single_part and sinks is None:
         return outputs
@@ -82,6 +84,8 @@ def run_kernels(
     store_kv(
         k, v, kv.k_cache, kv.v_cache, plan.slot_mapping, store_turns=plan.store_turns, rotary=rotary, kv_scales=scales
     )
+    if metadata.observer is not None:
+        metadata.observer(LayerCall(layer_idx, q, k, v, options, sinks), metadata)
     work = plan.device_plan(layout_spec(q, kv, plan.block_size, rotary, options))
     out = torch.empty((*q.shape[:2], kv.v_cache.shape[3]), dtype=q.dtype, device=q.device)
     states = PartialStates(

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When and by what evidence requests choose the pages of stored documents that they compute anew."""
+
+from typing import TYPE_CHECKING
+
+from lazyattention.config import EngineConfig
+from lazyattention.engine.admission import Admission
+from lazyattention.engine.kv_deviation import LAYER, kv_deviations
+from lazyattention.engine.model_runner import ModelRunner
+from lazyattention.engine.question_attention import watch_questions
+from lazyattention.engine.request import RequestGroup, Sequence
+from lazyattention.engine.scheduler import Step
+from lazyattention.errors import ConfigError, RequestError
+from lazyattention.ops import Observer
+from lazyattention.reuse import REUSE_METHODS, ReuseMethod, SpanUse
+from lazyattention.reuse.recompute import RECOMPUTE_POLICIES, Evidence, Recompute
+
+if TYPE_CHECKING:
+    from lazyattention.models.loaded_model import LoadedModel
+
+
+def check_recompute(recompute: Recompute, method: ReuseMethod, loaded: "LoadedModel") -> None:
+    """Refuse what cannot go together.
+
+    Raises:
+        RequestError: The method does not read chunks in place, or the model is too small for the policy.
+    """
+    if method.document_use is not SpanUse.SHARED:
+        names = sorted(name for name, one in REUSE_METHODS.items() if one.document_use is SpanUse.SHARED)
+        raise RequestError(
+            f"recompute={recompute} needs a reuse method that reads stored documents in place ({', '.join(names)}), but "
+            f"this request's is {method.name}; leave one of them out"
+        )
+    if RECOMPUTE_POLICIES[recompute.policy].evidence is Evidence.KV_DEVIATION and loaded.num_layers <= LAYER:
+        raise RequestError(
+            f"recompute={recompute} compares the second layer, but the model has {loaded.num_layers}; use first:TOKENS"
+        )
+
+
+def default_recompute(config: EngineConfig, loaded: "LoadedModel") -> Recompute | None:
+    """Return what requests recompute unless they say otherwise.
+
+    Raises:
+        ConfigError: The option is malformed, or does not go with the configured reuse method or the model.
+    """
+    try:
+        recompute = Recompute.of(config.recompute)
+        if recompute is not None:
+            check_recompute(recompute, REUSE_METHODS[config.reuse_method], loaded)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+    return recompute
+
+
+class PageChooser:
+    """Collects evidence during steps and chooses between them. The engine's thread calls it."""
+
+    def __init__(self, runner: ModelRunner, admission: Admission) -> None:
+        """Keeps both; owns nothing."""
+        self._runner = runner
+        self._admission = admission
+
+    def choose_at_once(self, group: RequestGroup) -> None:
+        """Choose if no evidence is needed, because of the policy or because there is nothing to choose from."""
+        if group.recompute is None:
+            return
+        if not any(self._admission.page_counts(group.layout)):
+            group.chosen_pages = ((),) * len(group.layout.spans)
+        elif RECOMPUTE_POLICIES[group.recompute.policy].evidence is None:
+            self._admission.choose(group)
+
+    def watch(self, step: Step) -> Observer | None:
+        """Return what must observe the step's forward pass, if anything."""
+        return watch_questions(step, self._runner.kv_pool.block_size, self._runner.device, self._runner.model.dtype)
+
+    def choose(self, sequence: Sequence) -> float | None:
+        """Choose a running sequence's pages if the evidence is there.
+
+        Returns:
+            The tokens computed for the evidence, times the share of the layers they went through; None = not yet.
+        """
+        group = sequence.group
+        if not all(span.chunk is None or span.chunk.is_ready for span in sequence.spans):
+            return None
+        if group.missing_evidence is Evidence.KV_DEVIATION:
+            token_scores = kv_deviations(self._runner, sequence).tolist()
+            cost = len(token_scores) * (LAYER + 1) / len(self._runner.kv_pool.layers)
+        elif sequence.num_remaining == 0 and sequence.page_scores is not None:
+            token_scores = sequence.page_scores.mass.tolist()
+            first = next(index for index, span in enumerate(group.layout.spans) if span.is_document)
+            # Text before the documents stays; what follows them is computed once more.
+            cost = float(sum(len(span.token_ids) for span in group.layout.spans[first:] if not span.is_document))
+        else:
+            return None
+        self._admission.choose(group, self._page_scores(group, token_scores))
+        return cost
+
+    def _page_scores(self, group: RequestGroup, token_scores: list[float]) -> list[list[float]]:
+        """Sum each page's tokens."""
+        block_size = self._runner.kv_pool.block_size
+        scores = []
+        start = 0
+        for span in group.layout.spans:
+            end = start + len(span.token_ids)
+            pages = range(start, end, block_size) if span.is_document else range(0)
+            scores.append([sum(token_scores[page : min(page + block_size, end)]) for page in pages])
+            start = end
+        return scores
