@@ -54,7 +54,8 @@ def watch_questions(step: Step, block_size: int, device: torch.device, dtype: to
                 sequence.page_scores = QuestionAttention(
                     len(sequence.group.prompt_token_ids), device, _accumulate_dtype(dtype)
                 )
-            watched.append(_Piece(piece, sequence, row, block_size, device))
+            if piece.offset + piece.num_tokens > len(sequence.spans[-1].token_ids) - MAX_QUESTION_TOKENS:
+                watched.append(_Piece(piece, sequence, row, block_size, device))
         row += piece.num_tokens
     if not watched:
         return None
