@@ -427,9 +427,18 @@ def bench_plan() -> dict[str, float]:
     def step() -> None:
         builder.plan(builder.step(requests, lens, positions_, slots_)).device_plan(spec)
 
-    def step_anew() -> None:
+    def change() -> None:
+        """One request leaves, one comes."""
+        requests.append(requests.pop(int(rng.integers(256))))
         builder._structure_changed = True
+
+    def step_anew() -> None:
+        change()
         step()
+
+    def collect() -> None:
+        change()
+        builder.step(requests, lens, positions_, slots_)
 
     step_anew()
     arrays = builder.step(requests, lens, positions_, slots_).arrays
@@ -439,7 +448,7 @@ def bench_plan() -> dict[str, float]:
         "same batch, one token on, ms": host_ms(step),
         "of it: layout, ms": host_ms(lambda: lay_out(arrays, positions_, spec)),
         "of it: packing, ms": host_ms(lambda: pack(layout, None)),
-        "of it: collecting rows, ms": host_ms(lambda: builder._assemble(requests, lens)),
+        "of it: collecting rows, ms": host_ms(collect),
         "of it: sending, ms": host_ms(lambda: send(pack(layout, None).flat, DEVICE)),
         "tasks": len(layout.decode[0].few) + len(layout.decode[0].many),
     }

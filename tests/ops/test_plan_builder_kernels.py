@@ -10,6 +10,7 @@ from lazyattention.ops import AttentionMetadata, run
 from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.attention import layout_spec
 from lazyattention.ops.layer_kv import LayerKV
+from lazyattention.ops.plan_builder import PlanBuilder, RequestRows
 from lazyattention.ops.static_plan import StaticCapacity, StaticPlan
 from tests.ops.decoding import Decoding
 from tests.ops.layouts import rotary_of
@@ -64,6 +65,27 @@ def test_any_course_of_steps_equals_plans_from_scratch(seed, actions, keys_turne
         step, scratch = decoding.step(query_lens)
         got = layer.run(decoding.builder.plan(step), 0)
         torch.testing.assert_close(got, layer.run(scratch, 1), rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(courses=st.lists(st.lists(st.integers(0, 7), max_size=10, unique=True), min_size=2, max_size=6))
+def test_rows_kept_between_steps_are_those_of_the_requests_there_are(courses):
+    """Requests leave from anywhere, come back, and change their order."""
+    builder = PlanBuilder(block_size=BLOCK_SIZE, device="cpu", table_entries=1 << 10)
+    ids = [builder.add_range([i], 3, 0) for i in range(9)]
+    requests = [RequestRows(np.array(ids[: i % 4 + 1]) + i % 5, np.arange(i % 4 + 1) * 10 + i) for i in range(8)]
+    for course in courses:
+        chosen = [requests[i] for i in course]
+        lens = np.array([i % 3 + 1 for i in course], np.int64)
+        arrays = builder.step(chosen, lens, np.arange(lens.sum()), np.zeros(lens.sum(), np.int64)).arrays
+        starts = np.cumsum(lens) - lens
+        want = [
+            (range_id, start, size, delta)
+            for request, start, size in zip(chosen, starts.tolist(), lens.tolist(), strict=True)
+            for range_id, delta in zip(request.range_ids.tolist(), request.deltas.tolist(), strict=True)
+        ]
+        groups = (arrays.group_ranges, arrays.group_starts, arrays.group_sizes, arrays.group_deltas)
+        assert list(zip(*(a.tolist() for a in groups), strict=True)) == want
 
 
 def test_device_tasks_are_kept_while_only_positions_change():

@@ -100,18 +100,23 @@ def number_parts(num_tokens: int, layouts: Sequence[PartRows]) -> tuple[int, np.
     rows_per_token = np.bincount(tokens, minlength=num_tokens)
     parts = [layout.settle(rows_per_token) for layout in layouts]
     row_parts = np.concatenate(parts)
-    is_sorted = bool((tokens[1:] >= tokens[:-1]).all())
-    order = np.arange(len(tokens)) if is_sorted else stable_order(tokens)
-    ends = np.cumsum(row_parts[order])
-    first_parts = np.empty_like(ends)
-    first_parts[order] = ends - row_parts[order]
+    if (tokens[1:] >= tokens[:-1]).all():
+        ends = np.cumsum(row_parts)
+        first_parts = ends - row_parts
+    else:
+        order = stable_order(tokens)
+        ends = np.cumsum(row_parts[order])
+        first_parts = np.empty_like(ends)
+        first_parts[order] = ends - row_parts[order]
     start = 0
     for layout, counts in zip(layouts, parts, strict=True):
         layout.place(first_parts[start : start + len(counts)])
         start += len(counts)
-    parts_per_token = np.bincount(tokens, weights=row_parts, minlength=num_tokens).astype(np.int64)
-    merge_tokens = np.flatnonzero((parts_per_token > 0) | (rows_per_token == 0))
-    merge_starts = np.concatenate(([0], np.cumsum(parts_per_token[merge_tokens])))
+    # Parts of all tokens up to and with each.
+    token_ends = np.concatenate(([0], ends))[np.cumsum(rows_per_token)]
+    has_parts = np.diff(token_ends, prepend=0) > 0
+    merge_tokens = np.flatnonzero(has_parts | (rows_per_token == 0))
+    merge_starts = np.concatenate(([0], token_ends[merge_tokens]))
     return int(merge_starts[-1]), merge_tokens, merge_starts
 
 

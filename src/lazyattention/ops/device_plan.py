@@ -109,8 +109,8 @@ class Layout:
 def lay_out(arrays: PlanArrays, positions: np.ndarray, spec: LayoutSpec) -> Layout:
     """Divide the step between the two kernels and number the partial states."""
     is_prefill = arrays.group_sizes >= spec.prefill_min_tokens
-    is_turned = arrays.range_turned[arrays.group_ranges]
-    all_turned = bool(is_turned.all())
+    all_turned = bool(arrays.range_turned.all())
+    is_turned = np.ones_like(is_prefill) if all_turned else arrays.range_turned[arrays.group_ranges]
     nothing = np.zeros_like(is_prefill)
     decode = (
         lay_out_decode(arrays, ~is_prefill if all_turned else ~is_prefill & is_turned, positions, spec, True),

@@ -97,6 +97,9 @@ class PlanBuilder:
         self._steps_in_version = 0
         self._structure_changed = True
         self._last_requests: list[RequestRows] = []
+        # Of these, all after each other: range ids and deltas, and how many each has.
+        self._rows = np.empty((2, 0), np.int64)
+        self._spans = np.empty(0, np.int64)
         self._last_arrays: PlanArrays | None = None
         self._last_plan: tuple[int, AttentionPlan] | None = None
 
@@ -175,8 +178,8 @@ class PlanBuilder:
         """
         self._send_tables()
         if not self._is_unchanged(requests, query_lens):
-            self._last_arrays = self._assemble(requests, query_lens)
-            self._last_requests = list(requests)
+            self._collect(requests)
+            self._last_arrays = self._assemble(query_lens)
             self._version += 1
             self._steps_in_version = 0
             self._structure_changed = int(query_lens.max(initial=0)) > 1
@@ -206,20 +209,38 @@ class PlanBuilder:
         return (
             not self._structure_changed
             and self._steps_in_version < _MAX_STEPS_PER_LAYOUT
-            and len(requests) == len(self._last_requests)
             and int(query_lens.max(initial=0)) == 1
-            and all(a is b for a, b in zip(requests, self._last_requests, strict=True))
+            and list(requests) == self._last_requests  # by identity
         )
 
-    def _assemble(self, requests: Sequence[RequestRows], query_lens: np.ndarray) -> PlanArrays:
-        spans = np.fromiter((len(request.range_ids) for request in requests), np.int64, len(requests))
+    def _collect(self, requests: Sequence[RequestRows]) -> None:
+        """Take the requests' rows: those of the last step that are still there in a few pieces, then the new ones'."""
+        offsets = np.concatenate(([0], np.cumsum(self._spans)))
+        pieces, kept = [], []
+        run_start = num_kept = 0
+        for index, request in enumerate(self._last_requests):
+            if num_kept < len(requests) and requests[num_kept] is request:
+                num_kept += 1
+                continue
+            pieces.append(self._rows[:, offsets[run_start] : offsets[index]])
+            kept.append(self._spans[run_start:index])
+            run_start = index + 1
+        pieces.append(self._rows[:, offsets[run_start] :])
+        kept.append(self._spans[run_start:])
+        new = requests[num_kept:]
+        pieces += [np.array((request.range_ids, request.deltas)) for request in new]
+        kept.append(np.array([len(request.range_ids) for request in new], np.int64))
+        self._rows, self._spans = np.concatenate(pieces, axis=1), np.concatenate(kept)
+        self._last_requests = list(requests)
+
+    def _assemble(self, query_lens: np.ndarray) -> PlanArrays:
         starts = np.cumsum(query_lens) - query_lens
-        range_ids = np.concatenate([request.range_ids for request in requests])
-        group_arrays = (
+        range_ids, deltas = self._rows
+        group_arrays: tuple[np.ndarray, ...] = (
             range_ids,
-            np.repeat(starts, spans),
-            np.repeat(query_lens, spans),
-            np.concatenate([request.deltas for request in requests]),
+            np.repeat(starts, self._spans),
+            np.repeat(query_lens, self._spans),
+            deltas,
         )
         is_real = (self._ranges.tokens[range_ids] > 0) & (group_arrays[2] > 0)
         if not is_real.all():
