@@ -234,20 +234,18 @@ class PlanBuilder:
         self._last_requests = list(requests)
 
     def _assemble(self, query_lens: np.ndarray) -> PlanArrays:
-        starts = np.cumsum(query_lens) - query_lens
         range_ids, deltas = self._rows
-        group_arrays: tuple[np.ndarray, ...] = (
-            range_ids,
-            np.repeat(starts, self._spans),
-            np.repeat(query_lens, self._spans),
-            deltas,
-        )
-        is_real = (self._ranges.tokens[range_ids] > 0) & (group_arrays[2] > 0)
+        starts = np.repeat(np.cumsum(query_lens) - query_lens, self._spans)
+        sizes = np.repeat(query_lens, self._spans)
+        is_real = (self._ranges.tokens[range_ids] > 0) & (sizes > 0)
         if not is_real.all():
-            group_arrays = tuple(array[is_real] for array in group_arrays)
+            range_ids, starts, sizes, deltas = (array[is_real] for array in (range_ids, starts, sizes, deltas))
         num_ids = self._num_ids
         return PlanArrays(
-            *group_arrays,
+            range_ids,
+            starts,
+            sizes,
+            deltas,
             range_tokens=self._ranges.tokens[:num_ids],
             range_firsts=self._ranges.firsts[:num_ids],
             range_turned=self._ranges.turned[:num_ids],
