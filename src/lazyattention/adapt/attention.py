@@ -109,8 +109,10 @@ class ChunkVisibility:
 
     def _seen_function(self, window: int | None) -> Callable[..., torch.Tensor]:
         """Return who sees whom in FlexAttention's form; tensors, not self, are captured, since it is compiled."""
-        positions, span_ids, text_ids = self.positions, self.span_ids, self.text_ids
-        key_positions, key_span_ids, key_text_ids = self.key_positions, self.key_span_ids, self.key_text_ids
+        # int32: making a block mask forms every pair once.
+        positions, span_ids, text_ids = self.positions.int(), self.span_ids.int(), self.text_ids.int()
+        key_positions, key_span_ids = self.key_positions.int(), self.key_span_ids.int()
+        key_text_ids = self.key_text_ids.int()
 
         def is_seen(_batch: object, _head: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             distance = positions[query] - key_positions[key]
