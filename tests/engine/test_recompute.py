@@ -15,6 +15,7 @@ from fixtures.tiny_models import tiny_model
 from lazyattention.engine import page_chooser
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import ConfigError, RequestError
+from lazyattention.reuse import PromptLayout, Span
 from lazyattention.reuse.recompute import RECOMPUTE_POLICIES, Recompute
 from oracle import TOLERANCE, ChunkOracle, LogitsRecorder, error_of
 
@@ -211,7 +212,17 @@ def test_only_the_end_of_a_long_question_is_watched(monkeypatch):
     assert scores[0] == pytest.approx([number for row in want for number in row], rel=1e-4)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+def prefer(engine, page_of_span):
+    """Let `attention` and `deviation` choose these pages first, whatever the evidence."""
+
+    def scores(group, token_scores):
+        counts = engine._admission.page_counts(group.layout)
+        return [[float(page in page_of_span(span)) for page in range(count)] for span, count in enumerate(counts)]
+
+    engine._pages._page_scores = scores
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_gpus_path_gives_the_oracles_logits(compile):
     """Kept plans, kernels' references and graphs: runs are ranges of their own, watched steps run without a graph."""
     with kernel_engine(compile=compile, block_size=8, max_num_batched_tokens=64, cuda_graphs=True) as engine:
@@ -225,6 +236,11 @@ def test_the_gpus_path_gives_the_oracles_logits(compile):
             )
             got = choices.scores[f"{method}/attention:0.3"]
             assert [x for row in got for x in row] == pytest.approx([x for row in want for x in row], rel=1e-3)
+        prefer(engine, lambda span: (1, 3))
+        requests = [(method, "p11 d33 d40 t5", "attention:0.4", method) for method in SHARED_METHODS]
+        errors, _, choices = errors_of(engine, small_oracle(), requests)
+        assert_small(errors)
+        assert set(choices.pages.values()) == {((), (1, 3), (1, 3), ())}
 
 
 def test_two_choices_over_one_chunk_in_one_batch():
@@ -261,9 +277,28 @@ def test_stored_text_never_crosses_choices():
         for request in requests:
             errors, _, _ = errors_of(engine, small_oracle(), [request])
             assert_small(errors)
-    output = answer(engine, prompt("p11 d33 d9 t9"), recompute="first:4")
+    layout = prompt("p11 d33 d9 t9")
+    fresh = make_engine(block_size=4)
+    want, got = Choices(fresh), Choices(engine)
+    for one in (engine, fresh):
+        answer(one, layout, recompute="attention:0.2")
+    assert sum(got.scores["only"], []) == pytest.approx(sum(want.scores["only"], [])), "all of the question is watched"
+    output = answer(engine, layout, recompute="first:4")
     assert output.num_computed_tokens == 1, "private pages and text of the same choice are found"
     assert output.num_recomputed_tokens == 8
+
+
+def test_stored_text_knows_which_of_two_equal_pages_was_recomputed():
+    engine = make_engine(block_size=4)
+    recorder = LogitsRecorder(engine)
+    tokens = prompt("p11 t4 t9").spans
+    layout = PromptLayout((tokens[0], Span(tokens[1].token_ids * 6, document_id="same"), tokens[2]))
+    for page in (1, 2, 4):
+        prefer(engine, lambda span, page=page: (page,))
+        pages = ((), (page,), ())
+        token_ids = answer(engine, layout, request_id=f"{page}", recompute="attention:0.1").outputs[0].token_ids
+        want = small_oracle().logits(layout, token_ids[:-1], encoding="after_preamble", chosen_pages=pages, page_size=4)
+        assert error_of(recorder.of(f"{page}"), want) < TOLERANCE
 
 
 def test_what_is_reported():
@@ -422,6 +457,7 @@ def test_preemption_at_any_step_keeps_the_choice(recompute):
     layout = prompt("p11 d33 d9 t20")
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     calm = make_engine(max_num_batched_tokens=16)
+    calm_choices = Choices(calm)
     want = answer(calm, layout, params, recompute=recompute).outputs[0].token_ids
     for num_steps in range(1, 30):
         engine = make_engine(max_num_batched_tokens=16)
@@ -436,13 +472,15 @@ def test_preemption_at_any_step_keeps_the_choice(recompute):
             engine.cache.clear()
         assert drain(engine)["one"].outputs[0].token_ids == want
         assert choices.num_choices == 1
+        for got_row, want_row in zip(choices.scores["one"] or (), calm_choices.scores["only"] or (), strict=True):
+            assert got_row == pytest.approx(want_row)
         engine.check_idle()
     assert num_steps > 6
 
 
 @pytest.mark.parametrize("recompute", ["first:8", "deviation:0.4", "attention:0.4"])
 def test_an_end_at_any_step_leaves_nothing_behind(recompute):
-    for num_steps in range(30):
+    for num_steps in range(0, 30, 2):
         for end in ("abort", "delete", "deadline"):
             engine = make_engine(max_num_batched_tokens=16)
             engine.add_request("one", prompt("p11 d33 d9 t20"), GREEDY, recompute=recompute, deadline_s=1e12)
