@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,9 +21,11 @@ from hypothesis.stateful import (
 
 from fixtures.symbolic_model import SymbolicRunner, expected_tokens
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, make_engine, prompt
+from lazyattention.engine import page_chooser
 from lazyattention.engine.request import RequestStatus
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import NotFoundError, RequestError
+from lazyattention.reuse import REUSE_METHODS, SpanUse
 
 METHODS = (*CHUNK_METHODS, *FULL_METHODS)
 # Lengths around the block size of 4; documents and instructions recur, so that chunks and text are shared.
@@ -39,6 +42,7 @@ SHORTHANDS = (
     "p5 d6 t17",
 )
 DOCUMENTS = ("d6", "d4", "d13", "d1")
+RECOMPUTES = ("none", "none", "first:4", "first:6", "deviation:0.3", "attention:0.6", "attention:1")
 SCOPES = ("a", "a", "a", "b")
 
 
@@ -75,6 +79,15 @@ class Schedules(RuleBasedStateMachine):
         self.clock = self.engine.cache._clock = Clock()
         self.runner = SymbolicRunner(self.engine, keeps_plans=keeps_plans)
         self.encoding = encoding
+        self.chosen_pages = {}
+        choose = self.engine._admission.choose
+
+        def choose_once(group, scores=None):
+            assert group.request_id not in self.chosen_pages
+            choose(group, scores)
+            self.chosen_pages[group.request_id] = group.chosen_pages
+
+        self.engine._admission.choose = choose_once
 
     # What can happen --------------------------------------------------------------------------------------------------
 
@@ -84,17 +97,20 @@ class Schedules(RuleBasedStateMachine):
         max_tokens=st.integers(1, 9),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         scope=st.sampled_from(SCOPES),
+        recompute=st.sampled_from(RECOMPUTES),
     )
-    def arrive(self, shorthand, method, max_tokens, n, scope):
+    def arrive(self, shorthand, method, max_tokens, n, scope, recompute):
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
-        self.admit(prompt(shorthand), method, params, scope)
+        if REUSE_METHODS[method].document_use is not SpanUse.SHARED:
+            recompute = None
+        self.admit(prompt(shorthand), method, params, scope, recompute)
 
-    def admit(self, layout, method, params, scope):
+    def admit(self, layout, method, params, scope, recompute=None):
         request_id = f"r{self.number}"
         self.number += 1
         before = self.engine.cache.pool.num_free
         try:
-            self.engine.add_request(request_id, layout, params, scope=scope, reuse_method=method)
+            self.engine.add_request(request_id, layout, params, scope=scope, reuse_method=method, recompute=recompute)
         except RequestError:
             assert self.engine.cache.pool.num_free == before
         else:
@@ -174,7 +190,8 @@ class Schedules(RuleBasedStateMachine):
         layout, method, params = self.live[output.request_id]
         assert output.request_id not in self.ended
         seen = "full" if method in FULL_METHODS else self.encoding
-        want = expected_tokens(layout, params.max_tokens, seen)
+        pages = self.chosen_pages.get(output.request_id)
+        want = expected_tokens(layout, params.max_tokens, seen, pages, self.engine.cache.block_size)
         for completion in output.outputs:
             assert completion.token_ids == want[: len(completion.token_ids)], (output.request_id, method)
         if not output.finished:
@@ -253,6 +270,11 @@ class Schedules(RuleBasedStateMachine):
         assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks
 
 
+def made_up_deviations(runner, sequence):
+    """Numbers that depend on the tokens alone; there are no tensors to compare."""
+    return torch.tensor([hash((token_id, "deviation")) % 97 for token_id in sequence.group.prompt_token_ids])
+
+
 def _run(max_examples, stateful_step_count):
     run_state_machine_as_test(
         Schedules,
@@ -263,6 +285,11 @@ def _run(max_examples, stateful_step_count):
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.fixture(autouse=True)
+def no_tensors(monkeypatch):
+    monkeypatch.setattr(page_chooser, "kv_deviations", made_up_deviations)
 
 
 def test_any_schedule():
