@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import os
 import subprocess
 import sys
 import time
@@ -60,6 +61,8 @@ METRICS = (
 )  # fmt: skip
 # Seconds between the last start of a run and the end that workers get before they are stopped.
 _GRACE_S = 25.0
+# Seconds between two looks at what the workers have written.
+_MERGE_EVERY_S = 2.0
 # What a run takes at least, until one has been seen.
 _SHORTEST_RUN_S = 15.0
 
@@ -170,7 +173,7 @@ def scores_path(args: argparse.Namespace, config: UnlearnConfig) -> Path:
 
 
 def prepare(name: str, args: argparse.Namespace) -> None:
-    """Fine-tune one model, and measure what the arms need of it: the level and logs, or step 1's scores."""
+    """Fine-tune one model, and measure what the arms need of it: the level and logs of the retrained one."""
     settings = {key: getattr(args, key) for key in ("model", "smoke", "epochs", "lr", "batch_size")}
     record = Record(args, args.work / f"prepared_{name}.json", {"settings": settings})
     if record.path.exists():
@@ -218,15 +221,6 @@ def prepare(name: str, args: argparse.Namespace) -> None:
                 )  # fmt: skip
                 write_json(args.work / "retrained_logs.json", logs)
         say(args, f"{name}: forget loss {record.content['reference']['forget']['mean_nll']:.3f}")
-    if name == "original":
-        sets = UnlearnSets(forget=data["forget"], retain=data["retain"])
-        for config in (arm_config(arm, args) for arm in args.arms.split(",")):
-            path = scores_path(args, config)
-            if config.needs_attribution and not path.exists():
-                with record.stage(f"attribute {path.stem}"):
-                    reset_peak(args.device)
-                    run_attribution(model, tokenizer, sets, config).save(path)
-                    record.content.setdefault("attribution_peak_memory_bytes", {})[path.stem] = peak(args.device)
     record.content["status"] = "done"
     record.write()
 
@@ -258,13 +252,15 @@ def job_path(args: argparse.Namespace, arm: str, seed: int) -> Path:
 
 
 def claim(path: Path) -> bool:
-    """Take a run, unless another process has; the file's existence says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Take a run, unless another process has; the file's existence says so, and it is never seen half written."""
+    mine = path.with_name(f"{path.name}.{os.getpid()}")
+    write_json(mine, {"arm": None, "status": "running"})
     try:
-        with path.open("x") as file:
-            file.write('{"status": "running"}')
+        os.link(mine, path)
     except FileExistsError:
         return False
+    finally:
+        mine.unlink()
     return True
 
 
@@ -273,6 +269,9 @@ def release_unfinished(args: argparse.Namespace) -> None:
     for path in (job_path(args, arm, seed) for arm, seed in jobs_of(args)):
         if path.exists() and read_json(path)["status"] != "done":
             path.unlink()
+    for path in (scores_path(args, arm_config(arm, args)) for arm in args.arms.split(",")):
+        if not path.exists():
+            path.with_suffix(".json").unlink(missing_ok=True)
 
 
 def work_on(args: argparse.Namespace) -> None:
@@ -299,6 +298,8 @@ def work_on(args: argparse.Namespace) -> None:
             record.content |= {"status": "failed", "error": traceback.format_exc()}
             say(args, f"{path.stem}: failed\n{traceback.format_exc()}")
         record.write()
+        if not args.worker:
+            merge(args)
         model = None
         longest = max(longest, time.monotonic() - start)
 
@@ -310,18 +311,33 @@ def unlearn_arm(
     """Run one arm to the retrained model's level and note it in the record."""
     sets = UnlearnSets(forget=data["forget"], retain=data["retain"])
     config = arm_config(arm, args)
-    path = scores_path(args, config)
+    scores = None
+    if config.needs_attribution:
+        with record.stage("attribution"):
+            scores = shared_scores(record, model, tokenizer, sets, config, args)
     with record.stage("unlearn"):
-        scores = None
-        if config.needs_attribution:
-            scores = AttributionScores.load(path) if path.exists() else None
-            if scores is None:
-                scores = run_attribution(model, tokenizer, sets, config)
         run, result = run_arm(model, tokenizer, sets, Arm(arm, config), seed, compare_options(args), scores=scores)
         record.content["run"] = run
     last = run["trajectory"][-1]
     say(args, f"{record.path.stem}: {run['stop_reason']} at step {last['step']}, matched {run['matched_utility']}")
     return result.model
+
+
+def shared_scores(
+    record: Record, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: UnlearnSets,
+    config: UnlearnConfig, args: argparse.Namespace,
+) -> AttributionScores:  # fmt: skip
+    """Step 1, once for all arms and seeds: the first process that needs the scores computes them, others wait."""
+    path = scores_path(args, config)
+    if claim(path.with_suffix(".json")):
+        reset_peak(args.device)
+        scores = run_attribution(model, tokenizer, sets, config)
+        record.content["attribution"] = {"elapsed_s": scores.elapsed_s, "peak_memory_bytes": peak(args.device)}
+        scores.save(path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+    while not path.exists():
+        time.sleep(0.2)
+    return AttributionScores.load(path)
 
 
 def compare_options(args: argparse.Namespace) -> CompareOptions:
@@ -386,7 +402,8 @@ def start(args: argparse.Namespace, *more: str) -> "subprocess.Popen[bytes]":
 def wait_for(args: argparse.Namespace, processes: list["subprocess.Popen[bytes]"], limit_s: float) -> None:
     """Wait until all have ended, but no longer than `limit_s` after the start; then stop those that are left."""
     while any(process.poll() is None for process in processes) and time.time() - args.started < limit_s:
-        time.sleep(0.2)
+        time.sleep(_MERGE_EVERY_S)
+        merge(args)
     for process in processes:
         if process.poll() is None:
             say(args, f"process {process.pid} stopped at the end of the budget")
@@ -404,17 +421,24 @@ def run_all(args: argparse.Namespace) -> None:
     else:
         for name in REFERENCES:
             prepare(name, args)
-    for path in (args.work / f"prepared_{name}.json" for name in REFERENCES):
-        if not path.exists() or read_json(path)["status"] != "done":
-            raise SystemExit("fine-tuning failed or ran out of time, see above; the same command goes on from here")
+    if not all(is_prepared(name, args) for name in REFERENCES):
+        raise SystemExit("fine-tuning failed or ran out of time, see above; the same command goes on from here")
     if args.workers > 1:
         wait_for(args, [start(args) for _ in range(args.workers)], limit_s)
     else:
         work_on(args)
 
 
-def merge(args: argparse.Namespace) -> None:
-    """Write everything found in WORK as one file, and show the table."""
+def is_prepared(name: str, args: argparse.Namespace) -> bool:
+    """Whether a fine-tuned model and its measurements are there."""
+    path = args.work / f"prepared_{name}.json"
+    return path.exists() and read_json(path)["status"] == "done"
+
+
+def merge(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Write everything found in WORK as one file; nothing before both models are there."""
+    if not all(is_prepared(name, args) for name in REFERENCES):
+        return None
     path = args.output / "bench_unlearn.json"
     results = results_of(args.work, compare_options(args), args.arms.split(","))
     results["environment"] = describe_environment()
@@ -425,7 +449,7 @@ def merge(args: argparse.Namespace) -> None:
         results["seven_b"] = earlier["seven_b"]
     write_json(path, results)
     (args.output / "bench_unlearn.html").write_text(render_comparison(results["comparison"]), encoding="utf-8")
-    print(table(results), flush=True)
+    return results
 
 
 def main() -> None:
@@ -443,7 +467,10 @@ def main() -> None:
             run_all(args)
         if args.alone:
             time_alone(args)
-        merge(args)
+        results = merge(args)
+        if results is None:
+            raise SystemExit(f"{args.work} holds no fine-tuned models yet; run without --merge first")
+        print(table(results), flush=True)
     if args.seven_b or args.only_seven_b:
         path = args.output / "bench_unlearn.json"
         say(args, "7B shape")

@@ -89,7 +89,7 @@ def fine_tune(
     """Plain AdamW with warm-up and linear decay on the answers; returns steps, seconds and the last losses' mean.
 
     Weights stay in float32 (TF32 products on a GPU): at this size a GPU waits for the host, and autocast doubles the
-    number of kernels. Padding stands on the right under a causal mask, so it needs no mask of its own.
+    number of kernels.
     """
     torch.manual_seed(seed)
     rows = [(e.input_ids, e.labels) for e in encode_examples(tokenizer, examples)]
@@ -108,7 +108,10 @@ def fine_tune(
             # Logits at positions that predict an answer token of some row only; found on the host, so nothing waits.
             keep = (batch.labels[:, 1:] != IGNORED_LABEL).any(dim=0).nonzero().flatten()
             targets = batch.labels[:, keep + 1].to(model.device)
-            logits = model(input_ids=batch.input_ids.to(model.device), use_cache=False, logits_to_keep=keep).logits
+            batch = batch.to(model.device)
+            logits = model(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=keep
+            ).logits
             loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

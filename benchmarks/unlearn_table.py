@@ -18,7 +18,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "unlearning.md"
 
 def results_of(work: Path, options: CompareOptions, arms: Sequence[str]) -> dict[str, Any]:
     """Collect what lies under WORK; runs that were not finished are counted if they were trained, and named."""
-    records = [read_json(path) for path in sorted((work / "runs").glob("*.json"))]
+    paths = sorted((work / "runs").glob("*.json"))
+    records = [record for record in map(read_json, paths) if record["arm"] is not None]
     order = {arm: index for index, arm in enumerate(arms)}
     trained = [record for record in records if "run" in record and record["arm"] in order]
     trained.sort(key=lambda record: (order[record["arm"]], record["seed"]))
@@ -30,7 +31,6 @@ def results_of(work: Path, options: CompareOptions, arms: Sequence[str]) -> dict
     return {
         "reference": {name: record["reference"] for name, record in prepared.items()},
         "prepared": {name: record["stages_s"] | record["fine_tuning"] for name, record in prepared.items()},
-        "attribution_peak_memory_bytes": prepared["original"].get("attribution_peak_memory_bytes"),
         "models": {record["arm"]: record for record in records if record["arm"] in prepared},
         "comparison": {
             "schema": SCHEMA,
@@ -47,7 +47,7 @@ def results_of(work: Path, options: CompareOptions, arms: Sequence[str]) -> dict
     }
 
 
-_KEPT = ("status", "num_workers", "stages_s", "evaluation", "probes", "measuring_peak_memory_bytes")
+_KEPT = ("status", "num_workers", "stages_s", "attribution", "evaluation", "probes", "measuring_peak_memory_bytes")
 
 
 def table(results: dict[str, Any]) -> str:
