@@ -55,6 +55,14 @@ def test_answer_goes_to_stdout_and_the_report_to_stderr(model, folder):
     assert "picture.png: a binary file" in result.stderr
 
 
+def test_pages_are_recomputed_on_request(model, folder):
+    [line] = ask_json("-m", model, "-d", folder, "--max-tokens", 4, "--recompute", "first:16", "what is alpha")
+    assert line["num_recomputed_tokens"] == sum(item["num_recomputed_tokens"] for item in line["documents"]) > 0
+    assert "recomputed" in ask("-m", model, "-d", folder, "--recompute", "attention:0.5", "what").stderr
+    result = ask("-m", "no such model", "-d", folder, "--recompute", "frist:16", "what")
+    assert (result.exit_code, "did you mean 'first'" in result.stderr) == (2, True)
+
+
 def test_second_question_finds_the_documents(model, folder):
     first, second = ask_json("-m", model, "-d", folder, "--max-tokens", 4, "what is alpha", "what is zeta")
     assert [item["status"] for item in first["documents"]] == ["miss"] * 3

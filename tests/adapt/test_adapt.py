@@ -21,6 +21,7 @@ from lazyattention.adapt.samples import Sample
 from lazyattention.adapt.trainer import Trainer, cut_by_tokens, split_samples
 from lazyattention.adapt.workflow import AdaptRequest, run_adapt
 from lazyattention.cli import app
+from lazyattention.config import EngineConfig
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.scoring import generate, score
 from lazyattention.errors import ConfigError, LazyAttentionError, UnsupportedError
@@ -297,6 +298,12 @@ def test_a_model_trained_under_other_attention_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(attention_module, "turn", lambda rows, *_: rows)
     with pytest.raises(UnsupportedError, match="differs from the one it is served with"):
         run_adapt(load_tiny(), request_of(tmp_path))
+
+
+def test_recomputed_pages_are_not_trained_for_and_said_so(tmp_path):
+    with pytest.raises(ConfigError, match="first:16"):
+        run_adapt(load_tiny(), request_of(tmp_path), EngineConfig.of(recompute="first:16"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_isolated_encoding_is_trained_as_such(tmp_path, monkeypatch):

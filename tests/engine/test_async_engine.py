@@ -87,6 +87,15 @@ def test_concurrent_streams_give_what_each_request_gives_alone(serve):
     serve(scenario)
 
 
+def test_recompute_reaches_the_engine(serve):
+    async def scenario(served):
+        outputs = [one async for one in served.generate(prompt("p11 d9 d33 t5"), GREEDY, recompute="attention:0.3")]
+        assert outputs[-1].num_recomputed_tokens > 0
+        assert outputs[-1].timings.selection_s > 0
+
+    serve(scenario)
+
+
 def test_cancelling_frees_what_the_request_held(serve, engine):
     async def scenario(served):
         task = asyncio.create_task(collect(served.generate(prompt("p11 d30 t7"), ENDLESS)))

@@ -91,6 +91,29 @@ def test_every_method_of_the_chunk_mask_gives_the_same_answer(llm):
     assert answers.count(answers[0]) == len(methods)
 
 
+def test_recomputed_pages_can_be_asked_for_everywhere(llm):
+    documents = ["the lighthouse stands on the northern cape " * 3, "its lamp was lit in the spring"]
+    for [output] in (
+        llm.chat(QUESTION, GREEDY, documents=documents, recompute="first:16"),
+        llm.generate(["who?"], GREEDY, documents=documents, recompute="first:16"),
+        [list(llm.stream(QUESTION, GREEDY, documents=documents, recompute="first:16"))[-1]],
+    ):
+        assert output.num_recomputed_tokens == sum(min(16, d.num_tokens) for d in output.documents) > 16
+    [output] = llm.chat(QUESTION, GREEDY, documents=documents)
+    assert output.num_recomputed_tokens == 0
+    with pytest.raises(RequestError, match="copy_rotate"):
+        llm.chat(QUESTION, GREEDY, documents=documents, recompute="first:16", reuse_method="copy_rotate")
+
+
+def test_warming_stores_documents_that_requests_would_recompute_in_full():
+    with LLM(
+        loaded_tiny(num_hidden_layers=2, dtype="float32"), num_blocks=400, progress=False, recompute="first:1000"
+    ) as llm:
+        assert [info.num_chunks for info in llm.documents.warm(DOCUMENTS)] == [1, 1]
+        [output] = llm.chat(QUESTION, GREEDY, documents=DOCUMENTS)
+        assert [(d.status, d.reason) for d in output.documents] == [("computed", "recomputed")] * 2
+
+
 def test_n_completions_with_a_seed_differ_and_repeat(llm):
     params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
     first, second = (llm.generate("the wind", params)[0].outputs for _ in range(2))

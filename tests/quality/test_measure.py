@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement: its numbers are the engine's, it can be interrupted, and its report says what the records say."""
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fixtures.tiny_engine import loaded_tiny, make_engine
@@ -73,6 +75,68 @@ def test_numbers_are_those_of_single_requests(tmp_path):
     engine.check_idle()
 
 
+def test_what_an_option_costs_is_counted_over_stored_documents(tmp_path):
+    names = ("after_preamble", "recompute_first_16", "recompute_deviation_15", "recompute_attention_15")
+    engine = engine_of()
+    records = measure(engine, EXAMPLES[:3], replace(CONFIG, options=names), tmp_path)
+    layout = layout_of(engine, EXAMPLES[0], "Answer.")
+    num_documents = sum(len(span.token_ids) for span in layout.spans if span.is_document)
+    num_question = len(layout.spans[-1].token_ids)
+    shares = {name: found["computed_share"] * layout.num_tokens for name, found in records[0].metrics.items()}
+    assert shares["full"] == layout.num_tokens
+    assert shares["after_preamble"] == pytest.approx(num_question)
+    first = sum(min(16, len(span.token_ids)) for span in layout.spans if span.is_document)
+    assert shares["recompute_first_16"] == pytest.approx(num_question + first)
+    # All of the prompt before the question, through both layers of two; then the chosen pages.
+    assert shares["recompute_deviation_15"] > layout.num_tokens
+    assert 2 * num_question < shares["recompute_attention_15"] < 2 * num_question + num_documents
+    assert all(found["ttft_s"] > 0 for record in records for found in record.metrics.values())
+    summary = summarize(records)
+    values = sorted(record.metrics["full"]["ttft_s"] for record in records)
+    assert summary["options"]["full"]["ttft_s"]["median"] == values[1]
+    text = _text_of(summary_table(summary, "costs"))
+    assert "tokens computed" in text
+    assert f"{values[1]:.3f}" in text
+    engine.check_idle()
+
+
+def test_pages_of_the_engines_option_are_measured_and_remembered(tmp_path):
+    """`--recompute` changes what the plain options are; their loss is not that of engines without it."""
+    measured = measure(engine_of(), EXAMPLES[:2], CONFIG, tmp_path / "without")
+    engine = engine_of(recompute="first:16")
+    with_pages = measure(engine, EXAMPLES[:2], CONFIG, tmp_path / "with")
+    share = [one[0].metrics["after_preamble"]["computed_share"] for one in (measured, with_pages)]
+    assert share[1] > share[0]
+    with pytest.raises(ConfigError, match="recompute"):
+        measure(engine, EXAMPLES[:2], CONFIG, tmp_path / "without")
+    (tmp_path / "d.txt").write_text(" ".join(TEXTS))
+    config = replace(CONFIG, options=("after_preamble", "recompute_first_16"))
+    run_quality(
+        engine_of(),
+        QualityRequest(
+            data=(_jsonl(tmp_path),), output=tmp_path / "out", config=config, progress=False, with_plot=False
+        ),
+    )
+    weights_id = engine.loaded.weights_id
+    plain, pages = (find_loss(weights_id, engine_of(**more).config) for more in ({}, {"recompute": "first:16"}))
+    assert plain is not None
+    assert pages is not None
+    assert plain.loss != pages.loss
+    assert find_loss(weights_id, engine_of(recompute="first:8").config) is None
+
+
+def _jsonl(folder):
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(example.to_dict()) + "\n" for example in EXAMPLES[:2]))
+    return str(path)
+
+
+def _text_of(table):
+    console = Console(width=200, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
 def test_one_document_after_the_preamble_is_full_attention_and_loses_nothing(tmp_path):
     # A single document sees the preamble and itself: the chunk mask is the causal mask.
     metrics = measure(engine_of(), EXAMPLES[3:4], CONFIG, tmp_path)[0].metrics
@@ -104,7 +168,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert [r.id for r in got] == [r.id for r in want]
     for one, other in zip(got, want, strict=True):
         assert one.answers == other.answers
-        assert one.metrics["isolated"] == pytest.approx(other.metrics["isolated"], abs=1e-5)
+        timeless = [{**record.metrics["isolated"], "ttft_s": 0.0} for record in (one, other)]
+        assert timeless[0] == pytest.approx(timeless[1], abs=1e-5)
     assert len(read_records(tmp_path / "cut")) == 5
 
 
@@ -133,7 +198,7 @@ def test_the_summary_says_what_the_records_say(tmp_path):
     assert loss.answers == "gold_nll"
     assert loss.loss == pytest.approx(sum(differences) / 4)
     assert loss_of(records, "isolated", "mine").answers == "nll"
-    assert summary_table(summary, "title").row_count == 8
+    assert summary_table(summary, "title").row_count == 10
     assert group_table(summary, "by_num_documents").row_count == 9
     assert group_table(summarize(records[:1]), "by_num_documents") is None
     json.dumps(summary)

@@ -67,13 +67,19 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
         The training log; the folder then holds `adapter_config.json`, `adapter_model.safetensors` and `adapt.json`.
 
     Raises:
-        ConfigError: Data cannot be read or made, peft is missing, or the folder holds another run.
+        ConfigError: Data cannot be read or made, peft is missing, the folder holds another run, or the engine's options
+            ask for recomputed pages.
         UnsupportedError: The model's training attention does not equal the engine's.
     """
     started_s = time.perf_counter()
     if getattr(loaded.model, "quantization_method", None) is not None:
         raise UnsupportedError(
             "the model's weights are packed (quantised); adapt needs dense ones: load it dequantised"
+        )
+    if engine_config is not None and engine_config.recompute is not None:
+        raise ConfigError(
+            f"recompute={engine_config.recompute} cannot be trained for: the student reads every document under the chunk "
+            "mask; leave recompute out, and use it when the adapter is served"
         )
     # Layers stay as they are: they are trained afterwards.
     config = EngineConfig.of(

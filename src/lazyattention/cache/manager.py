@@ -329,6 +329,16 @@ class CacheManager:
         if node.parent is not None:
             self._settle_text(node.parent)
 
+    def forget_texts(self) -> None:
+        """Forget all text that nobody uses; chunks stay."""
+        leaves = [node for node in self.texts if node in self._evictable]
+        while leaves:
+            node = leaves.pop()
+            self._evictable.discard(node)
+            self._forget_text(node)
+            if node.parent is not None and node.parent in self._evictable:
+                leaves.append(node.parent)
+
     # Integrity -------------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:

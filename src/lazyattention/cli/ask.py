@@ -18,6 +18,7 @@ from lazyattention.cli.corpus import RETRIEVERS, Corpus, check_retriever, load_d
 from lazyattention.cli.report import answer_report, seconds, to_dict
 from lazyattention.config import EngineConfig
 from lazyattention.errors import RequestError
+from lazyattention.reuse.recompute import Recompute
 from lazyattention.reuse.registry import REUSE_METHODS
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def ask(
     # Checked before the model is loaded, so that a typing error costs no wait.
     config = EngineConfig.of(**engine_options)
     REUSE_METHODS[config.reuse_method]
+    Recompute.of(config.recompute)
     check_retriever(retriever)
     read = load_documents(documents, text_encoding) if documents else []
     from lazyattention.engine.sampling_params import SamplingParams  # imports below need torch: not for --help

@@ -44,6 +44,7 @@ def summary_line(output: "RequestOutput", reuse_method: str) -> Text:
         f"first token after {seconds(timings.ttft_s)}",
         f"{output.num_computed_tokens:,} of {output.num_prompt_tokens:,} prompt tokens computed",
         f"{output.num_reused_tokens:,} reused",
+        *([f"{output.num_recomputed_tokens:,} recomputed"] if output.num_recomputed_tokens else []),
         f"{num_generated:,} generated in {seconds(timings.e2e_s)}",
         reuse_method,
     ]
@@ -78,6 +79,8 @@ def to_dict(question: str, output: "RequestOutput", *, model: str, reuse_method:
         "num_prompt_tokens": output.num_prompt_tokens,
         "num_computed_tokens": output.num_computed_tokens,
         "num_reused_tokens": output.num_reused_tokens,
+        "num_recomputed_tokens": output.num_recomputed_tokens,
+        "selection_s": output.timings.selection_s,
         "num_output_tokens": len(completion.token_ids),
         "documents": [
             {
@@ -88,6 +91,7 @@ def to_dict(question: str, output: "RequestOutput", *, model: str, reuse_method:
                 "num_bytes": item.num_bytes,
                 "status": item.status,
                 "reason": item.reason,
+                "num_recomputed_tokens": item.num_recomputed_tokens,
             }
             for item in output.documents
         ],

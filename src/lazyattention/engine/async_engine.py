@@ -22,6 +22,7 @@ from lazyattention.engine.outputs import RequestOutput
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import EngineDeadError, LazyAttentionError
 from lazyattention.reuse import PromptLayout
+from lazyattention.reuse.recompute import Recompute
 from lazyattention.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -80,6 +81,7 @@ class AsyncEngine:
         scope: str = "default",
         reuse: str = "auto",
         reuse_method: str | None = None,
+        recompute: Recompute | str | None = None,
         deadline_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Run one request; yield its outputs as they come, the last one with `finished` set.
@@ -110,6 +112,7 @@ class AsyncEngine:
                 scope=scope,
                 reuse=reuse,
                 reuse_method=reuse_method,
+                recompute=recompute,
                 deadline_s=deadline_s,
             )
             was_added.set()
@@ -179,7 +182,7 @@ class AsyncEngine:
         layout = await self.call(
             lambda: self._engine.prompts.chat(messages or [{"role": "user", "content": "?"}], [document])
         )
-        warming = self.generate(layout, SamplingParams(max_tokens=1), scope=scope, reuse="always")
+        warming = self.generate(layout, SamplingParams(max_tokens=1), scope=scope, reuse="always", recompute="none")
         outputs = [output async for output in warming]
         return outputs[-1]
 

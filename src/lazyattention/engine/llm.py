@@ -23,6 +23,7 @@ from lazyattention.errors import RequestError
 from lazyattention.models.loaded_model import LoadedModel
 from lazyattention.models.loader import load_model
 from lazyattention.reuse import PromptLayout
+from lazyattention.reuse.recompute import Recompute
 
 DocumentLike = str | Mapping[str, Any] | Document
 Messages = Sequence[Mapping[str, Any]]
@@ -95,6 +96,7 @@ class LLM:
         documents: Sequence[DocumentLike] | Sequence[Sequence[DocumentLike]] | None = None,
         reuse: str = "auto",
         reuse_method: str | None = None,
+        recompute: Recompute | str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue plain prompts; documents stand before the prompt.
@@ -105,6 +107,8 @@ class LLM:
             documents: For all, or one list per prompt.
             reuse: "auto" = as `max_loss` decided; "always"; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's.
+            recompute: Which pages of stored documents to compute anew: "first:16", "deviation:0.15", "attention:0.15" or
+                "none"; None = as the engine's option says.
             progress: Overrides the LLM's setting.
 
         Returns:
@@ -121,7 +125,7 @@ class LLM:
             self.engine.prompts.text(prompt, [Document.of(d) for d in docs])
             for prompt, docs in zip(many, given, strict=True)
         ]
-        return self._run(layouts, sampling_params, reuse_method, progress, reuse=reuse)
+        return self._run(layouts, sampling_params, reuse_method, progress, reuse=reuse, recompute=recompute)
 
     def chat(
         self,
@@ -132,6 +136,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reuse: str = "auto",
         reuse_method: str | None = None,
+        recompute: Recompute | str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or many at once.
@@ -143,6 +148,8 @@ class LLM:
             tools: Tool descriptions for the chat template.
             reuse: "auto" = as `max_loss` decided; "always"; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's.
+            recompute: Which pages of stored documents to compute anew: "first:16", "deviation:0.15", "attention:0.15" or
+                "none"; None = as the engine's option says.
             progress: Overrides the LLM's setting.
 
         Returns:
@@ -156,7 +163,7 @@ class LLM:
         many: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
         given = _spread(documents, len(many))
         layouts = [self._chat_layout(conversation, docs, tools) for conversation, docs in zip(many, given, strict=True)]
-        return self._run(layouts, sampling_params, reuse_method, progress, reuse=reuse)
+        return self._run(layouts, sampling_params, reuse_method, progress, reuse=reuse, recompute=recompute)
 
     def stream(
         self,
@@ -167,6 +174,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reuse: str = "auto",
         reuse_method: str | None = None,
+        recompute: Recompute | str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation as it comes: an output per step, with new text in `outputs[i].delta_text`.
 
@@ -178,7 +186,9 @@ class LLM:
         """
         layout = self._chat_layout(messages, documents or (), tools)
         request_id = next(self._ids)
-        self.engine.add_request(request_id, layout, sampling_params, reuse=reuse, reuse_method=reuse_method)
+        self.engine.add_request(
+            request_id, layout, sampling_params, reuse=reuse, reuse_method=reuse_method, recompute=recompute
+        )
         self._mailboxes[request_id] = deque()
         stream = self._stream(request_id)
         # A generator that was dropped before its first step never gets to its `finally`.
@@ -248,6 +258,7 @@ class LLM:
         progress: bool | None,
         title: str = "Answering",
         reuse: str = "auto",
+        recompute: Recompute | str | None = None,
     ) -> list[RequestOutput]:
         """Run all layouts to the end. If one is refused, none runs."""
         if isinstance(sampling_params, Sequence) and len(sampling_params) != len(layouts):
@@ -261,7 +272,9 @@ class LLM:
             try:
                 for index, (request_id, layout) in enumerate(zip(ids, layouts, strict=True)):
                     params = sampling_params[index] if isinstance(sampling_params, Sequence) else sampling_params
-                    self.engine.add_request(request_id, layout, params, reuse=reuse, reuse_method=reuse_method)
+                    self.engine.add_request(
+                        request_id, layout, params, reuse=reuse, reuse_method=reuse_method, recompute=recompute
+                    )
                     self._mailboxes[request_id] = new
                 while len(outputs) < len(ids):
                     self._step()
@@ -313,7 +326,13 @@ class Documents:
         given = [Document.of(document) for document in documents]
         layouts = [self._llm._chat_layout(messages, [document], None) for document in given]
         outputs = self._llm._run(
-            layouts, SamplingParams(max_tokens=1), None, progress, title="Reading documents", reuse="always"
+            layouts,
+            SamplingParams(max_tokens=1),
+            None,
+            progress,
+            title="Reading documents",
+            reuse="always",
+            recompute="none",
         )
         for output in outputs:
             if output.error is not None:

@@ -82,6 +82,7 @@ def score(
     *,
     reuse_method: str | None = None,
     encoding: str | None = None,
+    recompute: str | None = None,
     scope: str = "default",
     on_done: Callable[[], None] | None = None,
 ) -> list[ScoredAnswer]:
@@ -95,6 +96,7 @@ def score(
         answers: Token ids, at least one each.
         reuse_method: Another method than the engine's.
         encoding: Another encoding than the engine's.
+        recompute: Which pages of stored documents to compute anew; None = as the engine's option says.
         scope: The tenant.
         on_done: Called as each answer is done.
 
@@ -115,7 +117,7 @@ def score(
             )
     params = [SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True) for answer in answers]
     recorders = [_Recorder(tuple(answer)) for answer in answers]
-    return _run(engine, layouts, params, recorders, reuse_method, encoding, scope, on_done)
+    return _run(engine, layouts, params, recorders, reuse_method, encoding, recompute, scope, on_done)
 
 
 def generate(
@@ -125,13 +127,14 @@ def generate(
     max_tokens: int,
     reuse_method: str | None = None,
     encoding: str | None = None,
+    recompute: str | None = None,
     scope: str = "default",
     on_done: Callable[[], None] | None = None,
 ) -> list[ScoredAnswer]:
     """Answer each prompt greedily and keep the distributions; arguments, results and errors as for `score`."""
     params = [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _ in layouts]
     recorders = [_Recorder(None) for _ in layouts]
-    return _run(engine, layouts, params, recorders, reuse_method, encoding, scope, on_done)
+    return _run(engine, layouts, params, recorders, reuse_method, encoding, recompute, scope, on_done)
 
 
 def run_requests(
@@ -141,6 +144,7 @@ def run_requests(
     *,
     reuse_method: str | None = None,
     encoding: str | None = None,
+    recompute: str | None = None,
     scope: str = "default",
     on_done: Callable[[], None] | None = None,
 ) -> list[RequestOutput]:
@@ -153,7 +157,15 @@ def run_requests(
     outputs: dict[str, RequestOutput] = {}
     try:
         for request_id, layout, one in zip(ids, layouts, params, strict=True):
-            engine.add_request(request_id, layout, one, scope=scope, reuse_method=reuse_method, encoding=encoding)
+            engine.add_request(
+                request_id,
+                layout,
+                one,
+                scope=scope,
+                reuse_method=reuse_method,
+                encoding=encoding,
+                recompute=recompute,
+            )
         waiting = set(ids)
         while waiting:
             for output in engine.step():
@@ -178,6 +190,7 @@ def _run(
     recorders: Sequence[_Recorder],
     reuse_method: str | None,
     encoding: str | None,
+    recompute: str | None,
     scope: str,
     on_done: Callable[[], None] | None,
 ) -> list[ScoredAnswer]:
@@ -191,7 +204,14 @@ def _run(
         for one, recorder in zip(params, recorders, strict=True)
     ]
     outputs = run_requests(
-        engine, layouts, recording, reuse_method=reuse_method, encoding=encoding, scope=scope, on_done=on_done
+        engine,
+        layouts,
+        recording,
+        reuse_method=reuse_method,
+        encoding=encoding,
+        recompute=recompute,
+        scope=scope,
+        on_done=on_done,
     )
     return [
         ScoredAnswer(tuple(output.outputs[0].token_ids), recorder.logprobs(), output)

@@ -112,7 +112,8 @@ def _print_report(report: dict[str, Any], output: Path) -> None:
             _out.print(table)
     _out.print(
         "Below each value: its difference to full attention, question by question, and the 95 % interval. NLL and KL: nats "
-        "per token, along full attention's own answer (its answer) or the gold one."
+        "per token, along full attention's own answer (its answer) or the gold one. Tokens computed: median share of the "
+        "prompt, choosing included; it and the TTFT are those of one question at a time over stored documents."
     )
     for name, loss in report["loss"].items():
         _out.print(

@@ -3,7 +3,7 @@
 
 Per question and option: how likely full attention's own answer is (NLL), how far the distributions along it are apart
 (KL), whether greedy decoding gives the same answer, and, where gold answers are known, how likely and how often they are
-given. Records are JSONL and appended as they are made, so that an interrupted run goes on where it stopped.
+given; beside it, what the option costs: the share of prompt tokens computed and the time to first token. Records are JSONL and appended as they are made, so that an interrupted run goes on where it stopped.
 """
 
 import json
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from lazyattention.engine.engine import Engine
-from lazyattention.engine.scoring import ScoredAnswer, generate, score
+from lazyattention.engine.sampling_params import SamplingParams
+from lazyattention.engine.scoring import ScoredAnswer, generate, run_requests, score
 from lazyattention.errors import ConfigError
 from lazyattention.quality.examples import QualityExample
 from lazyattention.quality.metrics import containment, exact_match, f1
@@ -32,6 +33,8 @@ RUN_NAME = "run.json"
 # Smaller is better; without gold answers the last one is missing, as are the shares below.
 DISTANCES = ("nll", "kl", "gold_nll")
 # Larger is better, between 0 and 1.
+# What an option costs once the documents are stored, measured one question at a time.
+COSTS = ("computed_share", "ttft_s")
 SHARES = ("agreement", "gold_greedy", "exact_match", "f1", "containment")
 
 
@@ -182,6 +185,7 @@ def _measure_group(engine: Engine, group: Sequence[QualityExample], config: Meas
             [answer.token_ids for answer in full],
             reuse_method=option.reuse_method,
             encoding=option.encoding,
+            recompute=option.recompute,
         )
         _note(engine, records, option, group, layouts, full, answered, along_full)
     return records
@@ -191,7 +195,12 @@ def _ask(
     engine: Engine, option: ReuseOption, layouts: Sequence[PromptLayout], config: MeasureConfig
 ) -> list[ScoredAnswer]:
     return generate(
-        engine, layouts, max_tokens=config.max_tokens, reuse_method=option.reuse_method, encoding=option.encoding
+        engine,
+        layouts,
+        max_tokens=config.max_tokens,
+        reuse_method=option.reuse_method,
+        encoding=option.encoding,
+        recompute=option.recompute,
     )
 
 
@@ -207,7 +216,9 @@ def _note(
 ) -> None:
     """Fill in one option's column of each record."""
     golds = _score_golds(engine, option, group, layouts)
-    for record, example, reference, own, along in zip(records, group, full, answered, along_full, strict=True):
+    costs = [_costs(engine, option, layout) for layout in layouts]
+    columns = zip(records, group, full, answered, along_full, costs, strict=True)
+    for record, example, reference, own, along, cost in columns:
         text = own.output.text.strip()
         values = {
             "nll": along.nll,
@@ -224,7 +235,27 @@ def _note(
         if gold is not None:
             values |= {"gold_nll": gold.nll, "gold_greedy": float(gold.is_greedy)}
         record.answers[option.name] = text
-        record.metrics[option.name] = values
+        record.metrics[option.name] = values | cost
+
+
+def _costs(engine: Engine, option: ReuseOption, layout: PromptLayout) -> dict[str, float]:
+    """Ask once more, alone, for one token, with the documents stored and no text of this question left from before."""
+    for _ in range(2):
+        engine.cache.forget_texts()
+        output = run_requests(
+            engine,
+            [layout],
+            [SamplingParams(temperature=0.0, max_tokens=1)],
+            reuse_method=option.reuse_method,
+            encoding=option.encoding,
+            recompute=option.recompute,
+        )[0]
+        # A document may have been evicted since; then it is stored now.
+        if all(document.status != "miss" or document.reason == "no identical prefix" for document in output.documents):
+            break
+    num_computed = output.num_computed_tokens + output.num_selection_tokens
+    assert output.timings.ttft_s is not None
+    return {"computed_share": num_computed / output.num_prompt_tokens, "ttft_s": output.timings.ttft_s}
 
 
 def _score_golds(
@@ -243,6 +274,7 @@ def _score_golds(
         [token_ids for _, _, token_ids in wanted],
         reuse_method=option.reuse_method,
         encoding=option.encoding,
+        recompute=option.recompute,
     )
     return {example.id: answer for (example, _, _), answer in zip(wanted, scored, strict=True)}
 
@@ -292,6 +324,7 @@ def _describe_run(engine: Engine, examples: Sequence[QualityExample], config: Me
         "options": list(config.options),
         "system": config.system,
         "max_tokens": config.max_tokens,
+        "recompute": engine.config.recompute,
         "max_chunk_len": engine.config.cache.max_chunk_len,
         "documents_place": engine.config.documents_place,
         "chat_template": engine.config.chat_template,

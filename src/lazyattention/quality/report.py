@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From records to what is reported: means, paired differences and shares, over all questions and over groups of them."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.table import Table
 
 from lazyattention.engine.gate import MeasuredLoss
 from lazyattention.errors import ConfigError
-from lazyattention.quality.measure import DISTANCES, SHARES, Record
+from lazyattention.quality.measure import COSTS, DISTANCES, SHARES, Record
 from lazyattention.quality.options import FULL_ATTENTION
 from lazyattention.quality.statistics import interval, paired_difference
 
@@ -21,6 +22,8 @@ _TITLES = {
     "exact_match": "exact match",
     "f1": "F1",
     "containment": "contains gold",
+    "computed_share": "tokens computed",
+    "ttft_s": "TTFT, median s",
 }
 _GROUPINGS: dict[str, Callable[[Record], str | None]] = {
     "by_num_documents": lambda record: str(record.num_documents),
@@ -33,7 +36,8 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
 
     Returns:
         `num_questions`; `options`: option -> metric -> `{value, difference, retained_share}`, where value and difference
-        (against full attention, paired) are intervals and the share is missing for distances and zero scores;
+        (against full attention, paired) are intervals and the share is missing for distances and zero scores; costs have
+        a `median` instead;
         `by_num_documents` and `by_gold_position`: group -> the same.
     """
     summary = _summarize(records)
@@ -53,7 +57,7 @@ def _summarize(records: Sequence[Record], baseline: dict[str, dict[str, float]] 
     options: dict[str, Any] = {}
     for name in names:
         options[name] = {}
-        for metric in (*DISTANCES, *SHARES):
+        for metric in (*DISTANCES, *SHARES, *COSTS):
             pairs = [
                 (record.metrics[name][metric], reference[metric])
                 for record in records
@@ -70,6 +74,8 @@ def _compare(metric: str, values: list[float], references: list[float]) -> dict[
         "value": interval(values).to_dict(),
         "difference": paired_difference(values, references).to_dict(),
     }
+    if metric in COSTS:
+        entry["median"] = statistics.median(values)
     if metric in SHARES and sum(references) > 0:
         entry["retained_share"] = sum(values) / sum(references)
     return entry
@@ -79,7 +85,7 @@ def summarize_against(records: Sequence[Record], others: Sequence[Record]) -> di
     """Compare one run's options with the full attention of another run over the same questions, question by question.
 
     This is how an adapter is judged: the adapted model under the chunk mask against the unadapted one with full attention.
-    NLL, KL and agreement refer to each model's own full-attention answers and are left out.
+    NLL, KL and agreement refer to each model's own full-attention answers, costs to its run; they are left out.
 
     Raises:
         ConfigError: The runs share no question, or not all of them.
@@ -95,7 +101,7 @@ def summarize_against(records: Sequence[Record], others: Sequence[Record]) -> di
         record.id: {
             metric: value
             for metric, value in known[record.id].metrics[FULL_ATTENTION.name].items()
-            if metric not in ("nll", "kl", "agreement")
+            if metric not in ("nll", "kl", "agreement", *COSTS)
         }
         for record in records
     }
@@ -122,7 +128,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     table.add_column("metric")
     for name in summary["options"]:
         table.add_column(name, justify="right")
-    for metric in (*DISTANCES, *SHARES):
+    for metric in (*DISTANCES, *SHARES, *COSTS):
         cells = []
         for name, metrics in summary["options"].items():
             entry = metrics.get(metric)
@@ -153,6 +159,8 @@ def group_table(summary: dict[str, Any], grouping: str) -> Table | None:
 
 
 def _cell(entry: dict[str, Any], *, is_full: bool) -> str:
+    if "median" in entry:
+        return f"{entry['median']:.3f}"
     text = f"{entry['value']['mean']:.3f}"
     if is_full:
         return text

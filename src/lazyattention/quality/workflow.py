@@ -178,7 +178,8 @@ def _read(paths: Sequence[Path]) -> list[Document]:
 def _remember(engine: Engine, records: Sequence[Record], request: QualityRequest) -> None:
     for name in request.config.options:
         option = REUSE_OPTIONS[name]
-        config = engine.config.of(engine.config, encoding=option.encoding)
+        recompute = option.recompute or engine.config.recompute
+        config = engine.config.of(engine.config, encoding=option.encoding, recompute=recompute)
         remember_loss(engine.loaded.weights_id, config, loss_of(records, name, _data_name(request)))
 
 
