@@ -428,3 +428,15 @@ def test_wrong_options_end_the_start_with_one_readable_line(model_folder, option
     assert done.returncode == 2
     assert said in done.stderr.decode()
     assert "Traceback" not in done.stderr.decode()
+
+
+def test_absurd_numbers_of_one_client_do_not_end_the_others_requests(server):
+    url = server.url + "/v1/chat/completions"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+    with httpx.stream("POST", url, json={**body, "max_tokens": 300, "stream": True}, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        for field in ({"top_k": 10**400}, {"top_k": 2**63}, {"repetition_penalty": 1e-320}, {"seed": 2**63 - 1}):
+            answer = httpx.post(url, json={**body, "max_tokens": 2, "temperature": 1.0, **field}, timeout=30)
+            assert answer.status_code in (200, 400)
+        assert not any("error" in line for line in lines)

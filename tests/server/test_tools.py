@@ -332,3 +332,11 @@ def test_a_token_outside_the_grammar_is_an_error_and_not_free_text():
     processor = GrammarCompiler(tokenizer, vocab_size=384, eos_token_ids=[3]).json_schema(PERSON)
     with pytest.raises(RequestError, match="grammar"):
         processor(tokenizer.encode("hello", add_special_tokens=False), torch.zeros(384))
+
+
+@pytest.mark.anyio
+async def test_errors_of_grammars_are_one_line(client):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    response = await client.post("/v1/chat/completions", json=chat_body(response_format=schema))
+    assert response.status_code == 400
+    assert "\n" not in response.json()["error"]["message"]

@@ -25,6 +25,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARKER = "\ue0a0{}\ue0a1"
 _MARKER_PATTERN = re.compile("\ue0a0([0-9]+|p)\ue0a1")
 _MEMO_SIZE = 4096
+# A text is counted in slices of this many characters, where its length matters. A cut adds a token or two.
+_SLICE_CHARS = 2**14
 
 
 class PromptBuilder:
@@ -37,6 +39,7 @@ class PromptBuilder:
         max_chunk_len: int,
         documents_place: str = "first_user",
         chat_template: str | None = None,
+        max_prompt_len: int | None = None,
         find_document: Callable[[str], Document | None] = lambda _: None,
     ) -> None:
         """Prepare a builder.
@@ -46,8 +49,10 @@ class PromptBuilder:
             max_chunk_len: Longer documents are split into pieces of at most this many tokens, wrapper aside.
             documents_place: Where documents given beside the messages go: "first_user", "last_user" or "system".
             chat_template: None = the tokenizer's own; "plain"; or a Jinja template.
+            max_prompt_len: Prompts of more than twice as many tokens are refused without being tokenised to their end.
             find_document: Looks up a document that a message names by id only.
         """
+        self._max_prompt_len = max_prompt_len
         self._tokenizer = tokenizer
         self._max_chunk_len = max_chunk_len
         self._documents_place = documents_place
@@ -101,7 +106,9 @@ class PromptBuilder:
         if num_first == len(token_ids):
             raise RequestError("the prompt is empty behind its documents; give at least one character or token")
         spans = [Span(tuple(token_ids[:num_first]), is_preamble=True)] if num_first else []
-        spans += [span for document in documents for span in self._document_spans_of(document)]
+        for document in documents:
+            spans += self._document_spans_of(document)
+            self._check_total(spans)
         spans.append(Span(tuple(token_ids[num_first:])))
         return PromptLayout(tuple(spans))
 
@@ -220,6 +227,7 @@ class PromptBuilder:
                 pending = ""
             if marker != "p":
                 spans += self._document_spans_of(placed[int(marker)])
+                self._check_total(spans)
             pending = following
         if not pending:
             raise RequestError("the prompt ends with a document; the chat template must add text for the answer")
@@ -234,6 +242,7 @@ class PromptBuilder:
     def _tokenize_document(self, text: str, title: str | None, document_id: str) -> tuple[Span, ...]:
         if not text.strip():
             return (Span((), document_id, title),)  # nothing to read; a heading alone would only take room
+        self._check_length(text, self._tokenize_untrusted)
         pieces = split_text(text, lambda piece: len(self._tokenize_untrusted(piece)), self._max_chunk_len)
         spans = []
         for index, piece in enumerate(pieces):
@@ -244,7 +253,31 @@ class PromptBuilder:
             spans.append(Span(tuple(token_ids), document_id, title, index))
         return tuple(spans)
 
+    def _check_length(self, text: str, tokenize: Callable[[str], list[int]]) -> None:
+        """Refuse a text that cannot fit, by its beginning: to tokenise 30 MB takes minutes."""
+        if self._max_prompt_len is None or len(text) <= _SLICE_CHARS:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _SLICE_CHARS):
+            num_tokens += len(tokenize(text[start : start + _SLICE_CHARS]))
+            self._check_num_tokens(num_tokens)
+
+    def _check_total(self, spans: Sequence[Span]) -> None:
+        if self._max_prompt_len is not None:
+            self._check_num_tokens(sum(len(span.token_ids) for span in spans))
+
+    def _check_num_tokens(self, num_tokens: int) -> None:
+        if self._max_prompt_len is not None and num_tokens > 2 * self._max_prompt_len:
+            raise RequestError(
+                f"the prompt has more than {num_tokens} tokens, documents included, and the model's limit is "
+                f"{self._max_prompt_len} tokens for prompt and answer; send fewer or shorter documents"
+            )
+
     def _tokenize(self, text: str) -> list[int]:
+        self._check_length(text, self._tokenize_whole)
+        return self._tokenize_whole(text)
+
+    def _tokenize_whole(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _tokenize_untrusted(self, text: str) -> list[int]:
@@ -260,7 +293,8 @@ class PromptBuilder:
 
     def _token_ids_of(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            return list(self._tokenizer(_check_text(prompt, None))["input_ids"]) if prompt else []
+            self._check_length(_check_text(prompt, None), self._tokenize_whole)
+            return list(self._tokenizer(prompt)["input_ids"]) if prompt else []
         is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if not is_list:
             raise RequestError(

@@ -19,6 +19,8 @@ MAX_N = 128
 # Below this a temperature means greedy: dividing by it would overflow float32.
 GREEDY_TEMPERATURE = 1e-5
 _SEED_BOUND = 2**63
+# Beyond any vocabulary, and exact in the float64 that carries it to the device.
+MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class SamplingParams:
     Attributes:
         temperature: Divides the logits; 0 picks the likeliest token (greedy). In [0, 100].
         top_p: Keep the likeliest tokens that together hold this probability. In (0, 1]; 1 = off.
-        top_k: Keep this many of the likeliest tokens; 0 or -1 = off.
+        top_k: Keep this many of the likeliest tokens; 0 or -1 = off. Below 2**31.
         min_p: Drop tokens less likely than `min_p` times the likeliest. In [0, 1]; 0 = off.
         seed: The same seed gives the same tokens whatever shares the batch. None: another one each time.
         max_tokens: Most tokens to generate, at least 1.
@@ -99,7 +101,7 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
 
     def _check_counts(self) -> None:
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, MAX_TOP_K)
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
         _check_int("n", self.n, 1, MAX_N)

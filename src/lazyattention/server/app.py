@@ -26,7 +26,7 @@ from lazyattention.server.limits import RateLimiter
 from lazyattention.server.metrics import CONTENT_TYPE
 from lazyattention.server.middleware import RequestGate
 from lazyattention.server.openapi import STREAM_RESPONSE, describe_api
-from lazyattention.server.protocol import ChatBody, CompletionBody, PinBody, UploadBody
+from lazyattention.server.protocol import ChatBody, CompletionBody, ListQuery, PinBody, UploadBody
 from lazyattention.server.schemas import (
     ChatCompletion,
     Completion,
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from lazyattention.engine.async_engine import AsyncEngine
 
 T = TypeVar("T")
+# What the framework makes of a body that it cannot decode.
+_BAD_JSON = "the body is not valid JSON in UTF-8, or is nested too deeply; correct it"
 _STATIC = Path(__file__).parent / "static"
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 # The pages talk to this server only and run no inline script.
@@ -92,7 +94,8 @@ def create_app(engine: "AsyncEngine", config: ServerConfig | None = None, *, tra
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            # Clients in browsers send headers of their own, too; a key is one of them, so allowing all gives nothing away.
+            allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
@@ -164,13 +167,9 @@ def _add_document_routes(app: FastAPI, routes: DocumentRoutes) -> None:
         return await _answer(request, answer)
 
     @app.get("/v1/documents", response_model=DocumentList, tags=["documents"])
-    async def list_documents(
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-        after: Annotated[str | None, Query(max_length=512)] = None,
-    ) -> dict[str, Any]:
+    async def list_documents(request: Request, query: Annotated[ListQuery, Query()]) -> dict[str, Any]:
         """Uploaded documents of your scope and of those it may read, with what is stored of each."""
-        return await routes.list(request, limit=limit, after=after)
+        return await routes.list(request, limit=query.limit, after=query.after)
 
     # Ids may contain slashes, so the more specific routes come first.
     @app.post("/v1/documents/{document_id:path}/pin", response_model=PinnedDocument, tags=["documents"])
@@ -271,7 +270,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        own = LazyAttentionError(str(error.detail))
+        own = LazyAttentionError(_BAD_JSON if error.status_code == 400 else str(error.detail))
         headers = dict(error.headers or {})
         if error.status_code == 405:
             # Starlette names the methods of the first route with this path only.

@@ -36,7 +36,7 @@ async def prepare_chat(body: ChatBody, request: Request, context: ServerContext)
     offered = [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     if _is_forced(body) and _schema(body) is not None:
         raise RequestError("'response_format' and a forced 'tool_choice' exclude each other; leave one out")
-    layout = await context.chat_layout(messages, documents, offered or None, tenant_of(request))
+    layout = await context.chat_layout(messages, documents, offered or None, tenant_of(request), deadline_s)
     layout = resolver.with_scopes(layout)
     processor = await context.in_worker(lambda: _grammar(body, context))
     is_single_call = bool(offered) and not _has_tool_grammar(body) and body.parallel_tool_calls is False
@@ -57,7 +57,9 @@ async def prepare_chat(body: ChatBody, request: Request, context: ServerContext)
         tenant=tenant_of(request),
         deadline_s=deadline_s,
         reuse=body.reuse or "auto",
+        recompute=body.recompute,
         headers=dict(request.headers),
+        check=lambda: context.library.check_kept(resolver.used),
     )
 
 

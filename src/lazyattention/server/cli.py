@@ -13,9 +13,10 @@ from rich.table import Table
 
 from lazyattention import envs
 from lazyattention.errors import ConfigError, UnsupportedError
+from lazyattention.utils.logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lazyattention.documents.document import Document
     from lazyattention.server.client import DocumentClient
@@ -92,7 +93,10 @@ def serve_command(
     }
     config = ServerConfig(**options, **_scopes(key_file))
     configure_server_logging(log_level, as_json=log_format == "json")
-    _serve(config, {"adapter": adapter, "dtype": dtype, "device": device}, model, engine_options or {}, otlp_endpoint)
+    # Machines that read the log get nothing between its lines.
+    say = get_logger(__name__).info if log_format == "json" else _say
+    model_options = {"adapter": adapter, "dtype": dtype, "device": device}
+    _serve(config, model_options, model, engine_options or {}, otlp_endpoint, say)
 
 
 def _serve(
@@ -101,6 +105,7 @@ def _serve(
     model: str | None,
     engine_options: dict[str, Any],
     otlp_endpoint: str | None,
+    say: "Callable[[str], None]",
 ) -> None:
     from lazyattention.config import EngineConfig
     from lazyattention.server.listening import listen
@@ -127,7 +132,7 @@ def _serve(
             config,
             listener=listener,
             tracer=tracer,
-            on_started=lambda url: _say(f"serving {name!r} at {url}  (API description: {url}/docs)"),
+            on_started=lambda url: say(f"serving {name!r} at {url}  (API description: {url}/docs)"),
         )
         server.run()
     finally:

@@ -37,7 +37,7 @@ async def prepare_completions(body: CompletionBody, request: Request, context: S
     documents = [resolver.resolve(document) for document in body.documents or ()]
     jobs = []
     for number, prompt in enumerate(body.prompts):
-        layout = resolver.with_scopes(await context.text_layout(prompt, documents, tenant_of(request)))
+        layout = resolver.with_scopes(await context.text_layout(prompt, documents, tenant_of(request), deadline_s))
         params = to_sampling_params(
             body,
             num_prompt_tokens=layout.num_tokens,
@@ -52,7 +52,9 @@ async def prepare_completions(body: CompletionBody, request: Request, context: S
                 tenant=tenant_of(request),
                 deadline_s=deadline_s,
                 reuse=body.reuse or "auto",
+                recompute=body.recompute,
                 headers=dict(request.headers),
+                check=lambda: context.library.check_kept(resolver.used),
             )
         )
     context.library.note_use(resolver.used)

@@ -19,7 +19,7 @@ from lazyattention.engine.prompt import PromptBuilder
 from lazyattention.errors import EngineDeadError
 from lazyattention.reuse import PromptLayout
 from lazyattention.server.config import ScopeConfig, ServerConfig
-from lazyattention.server.errors import UnknownModelError
+from lazyattention.server.errors import DeadlineError, UnknownModelError
 from lazyattention.server.generation import Generator
 from lazyattention.server.library import DocumentLibrary
 from lazyattention.server.limits import AdmissionQueue
@@ -72,6 +72,7 @@ class PromptPool:
         for _ in range(_NUM_TOKENIZERS):
             self._slots.put((copy.deepcopy(engine.loaded.tokenizer), {}))
         self._config = engine.config
+        self._max_prompt_len = engine.max_model_len
 
     def use(self, scope: str, work: Callable[[PromptBuilder], T]) -> T:
         """Run `work` with a builder of this scope; waits while all tokenizers are in use."""
@@ -83,6 +84,7 @@ class PromptPool:
                     max_chunk_len=self._config.cache.max_chunk_len,
                     documents_place=self._config.documents_place,
                     chat_template=self._config.chat_template,
+                    max_prompt_len=self._max_prompt_len,
                 )
             return work(builders[scope])
         finally:
@@ -97,6 +99,7 @@ class ServerContext:
         config: The server's options.
         model: The model's facts.
         admission: Who may enter the engine.
+        preparation: Who may have a prompt tokenised; as fair as `admission`.
         generator: Runs jobs.
         library: Uploaded documents.
         metrics: Prometheus.
@@ -112,7 +115,8 @@ class ServerContext:
         max_running = config.max_running or engine.engine.config.scheduler.max_num_seqs
         self.admission = AdmissionQueue(max_running, config.max_waiting)
         self.metrics = Metrics()
-        self.metrics.queued.set_function(lambda: self.admission.num_waiting)
+        self.preparation = AdmissionQueue(_NUM_TOKENIZERS, config.max_waiting)
+        self.metrics.queued.set_function(lambda: self.admission.num_waiting + self.preparation.num_waiting)
         self.generator = Generator(engine, self.admission, self.metrics, tracer)
         self.library = DocumentLibrary()
         self.tokenizer = engine.engine.loaded.tokenizer
@@ -148,19 +152,34 @@ class ServerContext:
         documents: Sequence[Document],
         tools: Sequence[Mapping[str, Any]] | None,
         tenant: ScopeConfig,
+        deadline_s: float,
     ) -> PromptLayout:
         """Lay out a conversation, off the event loop."""
-        return await self.in_worker(
-            lambda: self._prompts.use(tenant.name, lambda builder: builder.chat(messages, documents, tools=tools))
-        )
+        return await self._lay_out(lambda builder: builder.chat(messages, documents, tools=tools), tenant, deadline_s)
 
     async def text_layout(
-        self, prompt: str | list[int], documents: Sequence[Document], tenant: ScopeConfig
+        self, prompt: str | list[int], documents: Sequence[Document], tenant: ScopeConfig, deadline_s: float
     ) -> PromptLayout:
         """Lay out a plain prompt, off the event loop."""
-        return await self.in_worker(
-            lambda: self._prompts.use(tenant.name, lambda builder: builder.text(prompt, documents))
-        )
+        return await self._lay_out(lambda builder: builder.text(prompt, documents), tenant, deadline_s)
+
+    async def _lay_out(
+        self, work: Callable[[PromptBuilder], PromptLayout], tenant: ScopeConfig, deadline_s: float
+    ) -> PromptLayout:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        async with self.preparation.place(tenant, left_s):
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    return await self.in_worker(lambda: self._prompts.use(tenant.name, work))
+            except TimeoutError:
+                raise DeadlineError(
+                    "the prompt was not tokenised within the deadline; raise 'deadline_s' or send less"
+                ) from None
+
+    def refuse_new(self) -> None:
+        """Begin the end: requests that come or wait are refused from now on."""
+        self.admission.close()
+        self.preparation.close()
 
     @property
     def status(self) -> str:

@@ -88,14 +88,16 @@ class DocumentRoutes:
         self, document: Document, messages: Sequence[Mapping[str, Any]], request_id: str, tenant: ScopeConfig
     ) -> dict[str, Any]:
         """Compute a document along the very path of a request, so that a request will find it."""
-        layout = await self._context.chat_layout(messages, [document], None, tenant)
+        deadline_s = self._context.deadline_s(None)
+        layout = await self._context.chat_layout(messages, [document], None, tenant, deadline_s)
         job = Job(
             request_id=request_id,
             layout=layout,
             params=SamplingParams(max_tokens=1, temperature=0.0),
             tenant=tenant,
-            deadline_s=self._context.deadline_s(None),
+            deadline_s=deadline_s,
             reuse="always",
+            check=lambda: self._context.library.own(tenant, document.document_id),
         )
         entries: list[DocumentReuse] = []
         async with aclosing(self._context.generator.run(job)) as outputs:
@@ -159,15 +161,23 @@ class DocumentRoutes:
     async def delete(self, document_id: str, request: Request) -> dict[str, Any]:
         """Forget a document: its text, its KV and the text KV computed behind it."""
         tenant = tenant_of(request)
-        self._context.library.remove(tenant, document_id)
-        freed = await self._forget_kv(document_id, tenant)
+        is_kept = self._context.library.remove(tenant, document_id)
+        # Else its text may have come with a request; but a document of a scope that is only read stays as it is.
+        is_foreign = not is_kept and any(
+            stored.document.document_id == document_id for stored in self._context.library.visible(tenant)
+        )
+        freed = None if is_foreign else await self._forget_kv(document_id, tenant)
+        if freed is None and not is_kept:
+            raise NotFoundError(f"no document {document_id!r} of your own; see GET /v1/documents")
+        freed = freed or {"num_chunks": 0, "num_freed_bytes": 0, "held_by": []}
         return {"id": document_id, "object": "document.deleted", "deleted": True, **freed}
 
-    async def _forget_kv(self, document_id: str, tenant: ScopeConfig) -> dict[str, Any]:
+    async def _forget_kv(self, document_id: str, tenant: ScopeConfig) -> dict[str, Any] | None:
+        """None: nothing is stored of it; its text was never computed, or is evicted."""
         try:
             deleted = await self._context.engine.delete_document(document_id, scope=tenant.name)
-        except NotFoundError:  # its text was kept, but it was never computed or is evicted
-            return {"num_chunks": 0, "num_freed_bytes": 0, "held_by": []}
+        except NotFoundError:
+            return None
         return {
             "num_chunks": deleted.num_chunks,
             "num_freed_bytes": deleted.num_freed_bytes,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors as HTTP answers: what only a server can refuse, and how every error looks on the wire (OpenAI's shape)."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,16 @@ _TYPES: Mapping[int, str] = {
 _CODES: Mapping[int, str] = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
 
 
+# A body with many unknown fields has its first ones named.
+_MAX_NAMED = 10
+# Characters of a place; schemas may be nested deeply.
+_MAX_PLACE = 300
+# str, list[...], a discriminator or a model's class: how pydantic calls the member of a union that it tried.
+_UNION_MEMBER = re.compile(
+    r"str|int|constrained-\w+|(?:list|function|literal|tagged|nullable|json|chain)\b.+|[A-Z]\w*", re.DOTALL
+)
+
+
 def error_body(error: LazyAttentionError, status: int | None = None) -> dict[str, Any]:
     """The JSON body of an error."""
     status = status or error.http_status
@@ -112,22 +123,38 @@ def body_error(problems: Sequence[Mapping[str, Any]]) -> InvalidBodyError:
     Args:
         problems: As in `ValidationError.errors()`; their `input` is not shown, it may be huge or not encodable.
     """
+    kind = problems[0]["type"]
+    if kind == "json_invalid":
+        place, reason = problems[0]["loc"][-1], problems[0].get("ctx", {}).get("error", "malformed")
+        return InvalidBodyError(f"the body is not valid JSON: {reason} at character {place}; correct it")
+    if kind in ("model_attributes_type", "missing") and tuple(problems[0]["loc"]) == ("body",):
+        return InvalidBodyError(
+            "the body must be a JSON object, sent with the header 'Content-Type: application/json'; see /docs"
+        )
     places = [_place(problem) for problem in problems]
     unknown = [place for place, problem in zip(places, problems, strict=True) if problem["type"] == "extra_forbidden"]
     if unknown:
+        named = list(dict.fromkeys(unknown))
+        more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
         return InvalidBodyError(
-            f"unknown or unsupported field(s): {', '.join(dict.fromkeys(unknown))}; remove them, see /docs for what is allowed",
+            f"unknown or unsupported field(s): {', '.join(named[:_MAX_NAMED])}{more}; remove them, see /docs for what is allowed",
             param=unknown[0],
             code="unknown_field",
         )
-    lines = dict.fromkeys(f"{place}: {problem['msg']}" for place, problem in zip(places, problems, strict=True))
+    lines = dict.fromkeys(
+        f"{place}: {problem['msg'].removeprefix('Value error, ')}"
+        for place, problem in zip(places, problems, strict=True)
+    )
     shown = [line[:300] for line in list(lines)[:5]]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more")
-    return InvalidBodyError("; ".join(shown), param=places[0] if places else None)
+    return InvalidBodyError("; ".join(shown), param=places[0])
 
 
 def _place(problem: Mapping[str, Any]) -> str:
     # The names of union members and validators that pydantic puts between the field names say nothing to a caller.
-    parts = [str(part) for part in problem["loc"] if part not in ("body", "query", "path")]
-    return ".".join(part.encode("utf-8", "replace").decode()[:100] for part in parts) or "body"
+    where = problem["loc"][problem["loc"][:1] in (("body",), ("query",), ("path",)) :]
+    own = where[-1:] if problem["type"] == "extra_forbidden" else ()  # a name of the caller's choice
+    inner = where[: len(where) - len(own)]
+    parts = [*(str(part) for part in inner if not _UNION_MEMBER.fullmatch(str(part))), *map(str, own)]
+    return ".".join(part.encode("utf-8", "replace").decode()[:100] for part in parts)[:_MAX_PLACE] or "body"

@@ -4,7 +4,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -34,6 +34,7 @@ class Engine(Protocol):
         request_id: str,
         scope: str,
         reuse: str,
+        recompute: str | None,
     ) -> AsyncIterator[RequestOutput]:
         """Run a prompt; one output per step that changed it, the last one `finished`. An async generator."""
 
@@ -52,7 +53,9 @@ class Job:
         tenant: Whose it is.
         deadline_s: Monotonic seconds at which it is given up.
         reuse: "auto", "always" or "never".
+        recompute: Which pages of stored documents to compute anew; None = as the engine's option says.
         headers: Of the HTTP request; its trace context is there.
+        check: Called when the engine takes it; raises if it may not run any more.
     """
 
     request_id: str
@@ -61,7 +64,9 @@ class Job:
     tenant: ScopeConfig
     deadline_s: float
     reuse: str = "auto"
+    recompute: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    check: Callable[[], object] = lambda: None
 
 
 class Generator:
@@ -96,6 +101,7 @@ class Generator:
         try:
             async with self._admission.place(job.tenant, max(0.0, job.deadline_s - arrival_s)):
                 self._metrics.queue_s.observe(time.monotonic() - arrival_s)
+                job.check()
                 # Closed here and now: a generator left to the garbage collector would free its place late.
                 async with aclosing(self._outputs(job)) as outputs:
                     async for output in outputs:
@@ -129,6 +135,7 @@ class Generator:
             "request_id": job.request_id,
             "scope": job.tenant.name,
             "reuse": job.reuse,
+            "recompute": job.recompute,
         }
         stream = cast("AsyncGenerator[RequestOutput, None]", self._engine.generate(job.layout, job.params, **options))
         try:

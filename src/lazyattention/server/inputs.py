@@ -223,7 +223,13 @@ def _to_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]
         return None
     converted = {}
     for token, value in bias.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10) or int(token) >= vocab_size:
+        if not (
+            token.isascii()
+            and token.isdigit()
+            and len(token) < 10
+            and str(int(token)) == token
+            and int(token) < vocab_size
+        ):
             raise RequestError(f"'logit_bias' has the key {token!r:.40}, must be a token id below {vocab_size}")
         converted[int(token)] = value
     return converted

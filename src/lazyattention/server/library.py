@@ -89,17 +89,33 @@ class DocumentLibrary:
             raise NotFoundError(f"no document {document_id!r} of your own; see GET /v1/documents")
         return stored
 
-    def remove(self, scope: ScopeConfig, document_id: str) -> StoredDocument:
-        """Forget a document of the scope's own; raises NotFoundError like `own`."""
-        stored = self.own(scope, document_id)
+    def remove(self, scope: ScopeConfig, document_id: str) -> bool:
+        """Forget a document of the scope's own; False if there is none."""
         shelf = self._shelf(scope.name)
-        del shelf.documents[document_id]
+        stored = shelf.documents.pop(document_id, None)
+        if stored is None:
+            return False
         shelf.num_bytes -= stored.num_bytes
-        return stored
+        return True
+
+    def check_kept(self, documents: Iterable[StoredDocument]) -> None:
+        """Refuse a request whose documents were deleted since it came: nobody could delete what it would store.
+
+        Raises:
+            NotFoundError: One of them is gone.
+        """
+        for stored in documents:
+            document_id = stored.document.document_id
+            if document_id not in self._shelf(stored.scope).documents:
+                raise NotFoundError(f"the document {document_id!r} was deleted before the request began")
 
     def visible(self, scope: ScopeConfig) -> list[StoredDocument]:
-        """All documents the scope may use, its own first, in order of upload."""
-        return [stored for name in (scope.name, *scope.reads) for stored in self._shelf(name).documents.values()]
+        """All documents the scope may use, its own first, in order of upload. Each id once: the one that `get` finds."""
+        found: dict[str, StoredDocument] = {}
+        for name in (scope.name, *scope.reads):
+            for document_id, stored in self._shelf(name).documents.items():
+                found.setdefault(document_id, stored)
+        return list(found.values())
 
     def note_use(self, stored: Iterable[StoredDocument]) -> None:
         """Count one request that uses these documents."""

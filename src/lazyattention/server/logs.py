@@ -48,7 +48,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 def configure_server_logging(level: str, *, as_json: bool, stream: TextIO | None = None) -> None:
     """Send our log lines, and uvicorn's, to `stream` (standard error by default)."""
     handler = _Handler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else _TextFormatter())
+    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
     for name in ("lazyattention", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
@@ -58,9 +58,16 @@ def configure_server_logging(level: str, *, as_json: bool, stream: TextIO | None
     logging.getLogger("uvicorn.access").disabled = True
 
 
-class _TextFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
+    """Formats a record as one line, whatever its path or user's name holds; a traceback follows on lines of its own."""
+
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%H:%M:%S", time.localtime(record.created))
         extra = " ".join(f"{name}={getattr(record, name)}" for name in _FIELDS if getattr(record, name, None))
-        line = f"{seconds} {record.levelname:<7} {record.getMessage()} {extra}".rstrip()
+        line = _printable(f"{seconds} {record.levelname:<7} {record.getMessage()} {extra}".rstrip())
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _printable(text: str) -> str:
+    """What clients send must neither begin a line of its own nor move a terminal's cursor."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

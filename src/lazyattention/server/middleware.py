@@ -81,7 +81,7 @@ class RequestGate:
             state["tenant"] = tenant
             self._rate_limiter.check(tenant)
             body = await self._read_body(receive, headers.get("content-length"), tenant)
-            _check_surrogates(body)
+            _check_unicode(body)
             await self._app(scope, _replay(body, receive), send_with_id)
         except LazyAttentionError as error:
             await _send_error(error, send_with_id)
@@ -148,8 +148,12 @@ def is_public(path: str) -> bool:
     return path in _PUBLIC_PATHS or path.startswith("/static/")
 
 
-def _check_surrogates(body: bytes) -> None:
-    """Refuse JSON in which an escape spells half a surrogate pair: it parses, but is no text that could be encoded."""
+def _check_unicode(body: bytes) -> None:
+    """Refuse what is not UTF-8, and JSON in which an escape spells half a surrogate pair: it parses, but is no text that could be encoded."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidBodyError(f"the body is not valid UTF-8 at byte {error.start}; send JSON in UTF-8") from None
     if not _SURROGATE.search(body):
         return
     open_until = -1  # where the second half of a pair must begin

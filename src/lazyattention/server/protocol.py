@@ -4,11 +4,12 @@
 A field that is not here is refused by name; so is an OpenAI field that cannot be served, unless it is null.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from lazyattention.engine.sampling_params import MAX_LOGPROBS, MAX_N
+from lazyattention.engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_TOP_K
+from lazyattention.reuse.recompute import Recompute
 
 # Clients that fill in every field send null for those they do not use.
 _UNSUPPORTED_CHAT = frozenset(
@@ -27,12 +28,45 @@ _UNSUPPORTED_CHAT = frozenset(
     ]
 )
 _UNSUPPORTED_COMPLETION = frozenset({"suffix"})
+# No object of this API has nearly as many. Every unknown field becomes an error of its own, a million of them half a minute.
+_MAX_FIELDS = 200
+
+T = TypeVar("T")
+# Ends at its first wrong entry, for the same reason.
+List = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _short_dict(limit: int) -> BeforeValidator:
+    def check(value: Any) -> Any:  # noqa: ANN401  # any JSON before validation
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"has {len(value)} entries, at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_id(value: str) -> str:
+    if not all(char.isprintable() for char in value):
+        raise ValueError("must not contain line breaks or other characters that cannot be printed")
+    return value
+
+
+# Ids stand in paths and in log lines.
+DocumentId = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_check_id)]
 
 
 class Body(BaseModel):
     """A JSON object without unknown fields and without type conversions."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, values: Any) -> Any:  # noqa: ANN401  # any JSON before validation
+        if isinstance(values, dict) and len(values) > _MAX_FIELDS:
+            unknown = next(name for name in values if name not in cls.model_fields)
+            raise ValueError(f"an object with {len(values)} fields, among them the unknown {unknown!r:.100}")
+        return values
 
 
 def _drop_nulls(values: Any, names: frozenset[str]) -> Any:  # noqa: ANN401  # any JSON before validation
@@ -48,7 +82,7 @@ class DocumentBody(Body):
     """A document by its text, or one uploaded before by its id."""
 
     text: str | None = Field(None, description="What the model reads. Leave it out to use an uploaded document.")
-    id: str | None = Field(None, min_length=1, max_length=512, description="Your name for it, or an uploaded one's.")
+    id: DocumentId | None = Field(None, description="Your name for it, or an uploaded one's.")
     title: str | None = Field(None, max_length=4096)
     metadata: dict[str, JsonValue] | None = Field(None, description="Your own notes; never shown to the model.")
 
@@ -65,7 +99,7 @@ class NewDocumentBody(Body):
     """A document to upload."""
 
     text: str
-    id: str | None = Field(None, min_length=1, max_length=512)
+    id: DocumentId | None = None
     title: str | None = Field(None, max_length=4096)
     metadata: dict[str, JsonValue] | None = None
 
@@ -109,7 +143,7 @@ class SystemMessage(Body):
     """Instructions."""
 
     role: Literal["system", "developer"]
-    content: str | list[ContentPart]
+    content: str | List[ContentPart]
     name: str | None = None
 
 
@@ -117,7 +151,7 @@ class UserMessage(Body):
     """What the user says."""
 
     role: Literal["user"]
-    content: str | list[ContentPart]
+    content: str | List[ContentPart]
     name: str | None = None
 
 
@@ -125,9 +159,9 @@ class AssistantMessage(Body):
     """An earlier answer, as it came back from this API."""
 
     role: Literal["assistant"]
-    content: str | list[ContentPart] | None = None
+    content: str | List[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: List[ToolCallBody] | None = None
     # Part of the client's own message objects; always null in our answers.
     refusal: None = None
     audio: None = None
@@ -139,7 +173,7 @@ class ToolMessage(Body):
     """What a tool returned."""
 
     role: Literal["tool"]
-    content: str | list[ContentPart]
+    content: str | List[ContentPart]
     tool_call_id: str
     name: str | None = None
 
@@ -218,6 +252,15 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+# Looked for in the text after every token.
+StopString = Annotated[str, Field(max_length=1024)]
+
+
+def _check_recompute(value: str) -> str:
+    Recompute.of(value)
+    return value
+
+
 class GenerationBody(Body):
     """Fields of both generation routes."""
 
@@ -228,25 +271,30 @@ class GenerationBody(Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[List[StopString], Field(max_length=16)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[str, float], _short_dict(1024)] | None = Field(None, max_length=1024)
     user: str | None = Field(None, max_length=512, description="Your end user; appears in our log.")
     # vLLM's names.
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOP_K)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: list[int] | None = Field(None, max_length=128)
+    stop_token_ids: List[int] | None = Field(None, max_length=128)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     # Ours.
-    documents: list[str | DocumentBody] | None = Field(None, description="Texts, documents, or uploaded ones' ids.")
+    documents: List[str | DocumentBody] | None = Field(None, description="Texts, documents, or uploaded ones' ids.")
     include_document_report: bool | None = Field(None, description="Say per document what was reused, and why not.")
     deadline_s: float | None = Field(None, gt=0, description="Give up after so many seconds.")
     reuse: Literal["auto", "always", "never"] | None = Field(
         None, description="never: compute documents anew, with full attention; always: reuse whatever the gate says."
+    )
+    recompute: Annotated[str, AfterValidator(_check_recompute)] | None = Field(
+        None,
+        max_length=64,
+        description="Parts of stored documents to compute anew: first:TOKENS, deviation:SHARE, attention:SHARE or none.",
     )
 
     @model_validator(mode="after")
@@ -259,17 +307,19 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: List[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="Deprecated name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[ToolBody], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[List[ToolBody], Field(min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Appears in our log.")
+    modalities: List[Literal["text"]] | None = None
+    metadata: Annotated[dict[str, str], _short_dict(16)] | None = Field(
+        None, max_length=16, description="Appears in our log."
+    )
     store: Literal[False] | None = None
     safety_identifier: str | None = Field(None, max_length=512, description="Appears in our log.")
 
@@ -296,7 +346,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | List[str] | List[int] | List[List[int]]
     max_tokens: int | None = Field(None, ge=1, description="16 by default, as OpenAI has it.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
@@ -329,11 +379,11 @@ class CompletionBody(GenerationBody):
 class UploadBody(Body):
     """Body of POST /v1/documents."""
 
-    documents: list[str | NewDocumentBody] = Field(min_length=1)
+    documents: List[str | NewDocumentBody] = Field(min_length=1)
     warm: bool = Field(True, description="Compute their KV now, so that the first question need not.")
     pin: bool = Field(False, description="Keep that KV until unpinned, or for pin_ttl_s.")
     pin_ttl_s: float | None = Field(None, gt=0)
-    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
+    messages: Annotated[List[Message], Field(min_length=1)] | None = Field(
         None, description="Warm for conversations that begin like this (the system message counts)."
     )
     stream: bool = Field(False, description="Report progress as server-sent events.")
@@ -351,3 +401,12 @@ class PinBody(Body):
     """Body of POST /v1/documents/{id}/pin."""
 
     ttl_s: float | None = Field(None, gt=0, description="Seconds; null = until unpinned.")
+
+
+class ListQuery(BaseModel):
+    """Query of GET /v1/documents."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    limit: int = Field(100, ge=1, le=1000)
+    after: str | None = Field(None, max_length=512, description="Id of the last document of the page before.")

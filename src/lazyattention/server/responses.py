@@ -41,6 +41,7 @@ def document_report(entries: Sequence[DocumentReuse]) -> list[dict[str, Any]]:
                 "reason": "; ".join(reasons),
                 "num_tokens": sum(entry.num_tokens for entry in chunks),
                 "num_reused_tokens": sum(entry.num_reused_tokens for entry in chunks),
+                "num_recomputed_tokens": sum(entry.num_recomputed_tokens for entry in chunks),
                 "num_bytes": sum(entry.num_bytes for entry in chunks),
                 "num_chunks": len(chunks),
             }

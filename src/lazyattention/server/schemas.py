@@ -36,6 +36,7 @@ class DocumentReport(Answer):
     reason: str
     num_tokens: int
     num_reused_tokens: int
+    num_recomputed_tokens: int
     num_bytes: int
     num_chunks: int
 

@@ -2,6 +2,7 @@
 """Run the app under uvicorn: sockets, TLS, slow clients, and a shutdown that ends every stream properly."""
 
 import asyncio
+import json
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.server.app import create_app
 from lazyattention.server.config import ServerConfig
 from lazyattention.server.context import ServerContext
+from lazyattention.server.errors import InvalidBodyError, error_body
 from lazyattention.server.listening import listen
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class ApiServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests end by themselves for a while, then end them with an error."""
-        self._context.admission.close()
+        self._context.refuse_new()
         grace_s = self._context.config.shutdown_grace_s
         timer = asyncio.get_running_loop().call_later(grace_s, self._context.generator.end_all)
         try:
@@ -142,6 +144,22 @@ def _protocol(header_timeout_s: float) -> type[H11Protocol]:
                 self._stop_watching()
             elif self._head_timer is None:
                 self._watch_head()
+
+        def send_400_response(self, msg: str) -> None:
+            error = InvalidBodyError(f"{msg.rstrip('.')}; send it as HTTP/1.1 has it")
+            body = json.dumps(error_body(error)).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_watching()

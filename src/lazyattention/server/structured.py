@@ -52,8 +52,7 @@ class GrammarCompiler:
         text = llguidance.LLMatcher.grammar_from_lark(grammar)
         matcher = llguidance.LLMatcher(tokenizer, text, log_level=0)
         if matcher.is_error():
-            first_line = matcher.get_error().strip().split("\n")[0]
-            raise RequestError(f"the JSON schema cannot be enforced: {first_line}; simplify it")
+            raise RequestError(f"the JSON schema cannot be enforced: {_reason(matcher)}; simplify it")
         return GrammarProcessor(matcher, self._eos_token_ids)
 
     def _llguidance_tokenizer(self) -> "LLTokenizer":
@@ -90,7 +89,7 @@ class GrammarProcessor:
             num_known = min(len(bits), len(logits))
             allowed[:num_known] = torch.from_numpy(bits[:num_known].astype(bool))
         if matcher.is_error():
-            raise RequestError(f"the grammar cannot go on: {matcher.get_error()}")
+            raise RequestError(f"the JSON schema or tool cannot be followed on: {_reason(matcher)}; simplify it")
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
     def _matcher_after(self, token_ids: list[int]) -> "LLMatcher":
@@ -110,6 +109,11 @@ class GrammarProcessor:
                 matcher.consume_token(token_id)
             consumed.append(token_id)
         return matcher
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """Why it stopped, without the dump of its state."""
+    return matcher.get_error().strip().split("\n")[0]
 
 
 def _import_llguidance() -> Any:  # noqa: ANN401  # a module

@@ -47,6 +47,7 @@ class Tracer:
                 "gen_ai.usage.input_tokens": last.num_prompt_tokens,
                 "gen_ai.usage.output_tokens": sum(len(one.token_ids) for one in last.outputs),
                 "lazyattention.reused_tokens": last.num_reused_tokens,
+                "lazyattention.recomputed_tokens": last.num_recomputed_tokens,
                 "lazyattention.documents": len(last.documents),
             }
         root = self._tracer.start_span(
