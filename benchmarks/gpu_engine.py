@@ -247,16 +247,16 @@ def measure_decode(engine: Engine, num_requests: int) -> dict[str, Any]:
             before = (engine.stats.step_s, engine.stats.forward_s)
             engine.step()
             steps.append((engine.stats.step_s - before[0], engine.stats.forward_s - before[1]))
-        graph = graphs._graphs[size, False]
+        graph = graphs._graphs[size, False, False]
         # The same step again and again: it writes the same keys to the same slots.
         result: dict[str, Any] = {"graph_ms": events_ms(graph.replay)}
         result["engine_step_ms"] = statistics.median(step for step, _ in steps) * 1e3
         result["submit_ms"] = statistics.median(forward for _, forward in steps) * 1e3
         capacity = graph.capacity
-        result["capacity"] = [capacity.max_rows, capacity.max_tasks, capacity.max_parts]
+        result["capacity"] = [capacity.max_rows, capacity.max_few_tasks, capacity.max_parts]
     empty = planner.empty_step(size)
     graphs.run(empty, torch.zeros(size, dtype=torch.int64).numpy(), [0], planner.blocks)
-    result["outside_attention_ms"] = events_ms(graphs._graphs[size, False].replay)
+    result["outside_attention_ms"] = events_ms(graphs._graphs[size, False, False].replay)
     result["linear_layers_ms"] = linear_layers_ms(runner.model, size)
     result["outside_over_linear"] = result["outside_attention_ms"] / result["linear_layers_ms"]
     return result

@@ -8,9 +8,10 @@ import torch
 
 from fixtures.kernel_engine import RunAgain, kernel_engine
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, answer, drain, loaded_tiny, make_engine, prompt
+from lazyattention.engine import cuda_graphs
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import ConfigError
-from lazyattention.ops import static_plan
+from lazyattention.ops import attention, static_plan
 from oracle import LogitsRecorder, error_of
 
 METHODS = (*CHUNK_METHODS, *FULL_METHODS)
@@ -41,6 +42,27 @@ def test_small_steps_from_graphs_give_the_same_logits(method):
         assert_same_logits(run_all(engine, method), want)
         assert_same_logits(run_all(engine, method), want)  # warm
         assert engine.model_runner.graphs.num_replays >= 8
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("kernel_for_unmasked_tiles", [False, True])
+def test_questions_over_stored_documents_are_replayed_beside_decodes(monkeypatch, kernel_for_unmasked_tiles):
+    """Steps with a long question are prefill in their own graphs; short ones and decodes go along."""
+    monkeypatch.setattr(attention, "has_unmasked_prefill", lambda *_: kernel_for_unmasked_tiles)
+    cold = [prompt(f"p11 d{90 + i} d150 d9-b t{5 + 9 * i}") for i in range(6)]
+    warm = [prompt(f"p11 d150 d9-b d{90 + i} t{5 + 9 * i}") for i in range(6)]
+    on_cpu, replayed = make_engine(), []
+    with kernel_engine(cuda_graphs=True, max_num_batched_tokens=60) as engine:
+        graphs = engine.model_runner.graphs
+        loaded = graphs._loaded
+        monkeypatch.setattr(graphs, "_loaded", lambda kind, *rest: replayed.append(kind) or loaded(kind, *rest))
+        for prompts in (cold, warm):
+            replayed.clear()
+            num_replays = graphs.num_replays
+            want = run_all(on_cpu, "rotate_query", prompts)
+            assert_same_logits(run_all(engine, "rotate_query", prompts), want)
+            assert graphs.num_replays - num_replays == len(replayed)
+        assert {kind.has_prefill for kind in replayed} == {False, True}
         engine.check_idle()
 
 
@@ -108,9 +130,12 @@ def test_decoding_lays_nothing_out_anew(monkeypatch):
 def test_start_up_records_every_size_and_running_none():
     capture = RunAgain()
     with kernel_engine(cuda_graphs=True, capture=capture) as engine:
-        assert capture.num_captures == engine.model_runner.graphs.num_graphs == len(engine.model_runner.graphs.sizes)
-        run_all(engine, "rotate_query")
-        assert capture.num_captures == len(engine.model_runner.graphs.sizes)
+        graphs = engine.model_runner.graphs
+        num_graphs = len(graphs.sizes) + len(graphs.prefill_sizes)
+        assert capture.num_captures == graphs.num_graphs == num_graphs
+        run_all(engine, "rotate_query", [prompt("p20 d40 d30 t30"), prompt("p20 d30 d40 t20")])
+        assert graphs.num_replays > PARAMS.max_tokens
+        assert capture.num_captures == num_graphs
 
 
 def test_a_graph_grows_for_a_request_with_many_documents():
@@ -136,7 +161,8 @@ def test_block_tables_that_move_make_graphs_stale():
         assert capture.num_captures > num_captures
 
 
-def test_long_prompts_and_steps_that_store_turned_keys_run_without_graphs():
+def test_long_prompts_and_steps_that_store_turned_keys_run_without_graphs(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "PREFILL_SIZES", (32, 256))
     with kernel_engine(cuda_graphs=True) as engine:
         answer(engine, prompt("t300"), SamplingParams(max_tokens=1))
         assert engine.model_runner.graphs.num_replays == 0
@@ -151,7 +177,7 @@ def test_many_sequences_get_a_size_of_their_own():
         assert engine.model_runner.graphs.sizes[-2:] == [256, 300]
     with kernel_engine(cuda_graphs=True, max_num_seqs=5) as engine:
         assert engine.model_runner.graphs.sizes[-1] == 256
-        assert engine.model_runner.graphs._graphs[256, False].logits.shape[0] == 5
+        assert engine.model_runner.graphs._graphs[256, False, False].logits.shape[0] == 5
 
 
 def test_all_layers_share_one_graph_whatever_the_number_of_tokens():

@@ -379,7 +379,7 @@ def test_captured_graph_replays_changed_plans():
     k, v = (torch.zeros(bucket, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     rotary = on_gpu(rotary_of(128))
     spec = layout_spec(q, LayerKV(k_cache, v_cache), block_size, rotary, AttendOptions(0.1))
-    capacity = StaticCapacity(num_tokens=bucket, max_rows=64, max_tasks=400, max_parts=1000)
+    capacity = StaticCapacity(num_tokens=bucket, max_rows=64, max_few_tasks=400, max_many_tasks=400, max_parts=1000)
     static = StaticPlan(capacity, [spec], block_size=block_size, blocks=decoding.builder.blocks)
     metadata = AttentionMetadata(static.plan, [(k_cache, v_cache)], [rotary])
 
@@ -434,7 +434,7 @@ def test_replays_in_a_row_with_hot_chunks_on_the_side_stream():
     k, v = (torch.zeros(bucket, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     rotary = on_gpu(rotary_of(128))
     spec = layout_spec(q, LayerKV(k_cache, v_cache), block_size, rotary, AttendOptions(0.1))
-    capacity = StaticCapacity(num_tokens=bucket, max_rows=256, max_tasks=400, max_parts=1000)
+    capacity = StaticCapacity(num_tokens=bucket, max_rows=256, max_few_tasks=400, max_many_tasks=99, max_parts=1000)
     static = StaticPlan(capacity, [spec], block_size=block_size, blocks=decoding.builder.blocks)
     metadata = AttentionMetadata(static.plan, [(k_cache, v_cache)], [rotary])
     cpu_caches = [(k_cache.cpu().double(), v_cache.cpu().double())]
@@ -471,6 +471,60 @@ def test_replays_in_a_row_with_hot_chunks_on_the_side_stream():
         on_cpu = AttentionMetadata(scratch, cpu_caches, [rotary_of(128)])
         want = run(*(x.cpu().double() for x in tensors), on_cpu, 0, softmax_scale=0.1)
         assert relative_error(got.cpu(), want) < 1e-2, number
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+def test_captured_graph_replays_prefill_beside_decode(head_dim):
+    """One graph runs long questions, short ones and decodes, over chunks in order or scattered; idle tasks stay idle."""
+    block_size, num_blocks, num_tokens = 16, 3000, 256
+    decoding = Decoding(
+        5, block_size=block_size, num_blocks=num_blocks, chunk_lens=(512, 700, 90, 1300), device="cuda",
+        table_entries=1 << 14, contiguous=True,
+    )  # fmt: skip
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (num_blocks, block_size, 2, head_dim)
+    k_cache, v_cache = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    q = torch.zeros(num_tokens, 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.zeros(num_tokens, 2, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rotary = on_gpu(rotary_of(head_dim))
+    spec = layout_spec(q, LayerKV(k_cache, v_cache), block_size, rotary, AttendOptions(0.1))
+    capacity = StaticCapacity(
+        num_tokens=num_tokens, max_rows=256, max_few_tasks=400, max_many_tasks=99, max_parts=20000,
+        max_prefill_tasks=200, max_apart_tasks=200, max_tiles=500, max_masked=500,
+    )  # fmt: skip
+    static = StaticPlan(capacity, [spec], block_size=block_size, blocks=decoding.builder.blocks)
+    metadata = AttentionMetadata(static.plan, [(k_cache, v_cache)], [rotary])
+    cpu_caches = [(k_cache.cpu().double(), v_cache.cpu().double())]
+
+    def attend():
+        return run(q, k, v, metadata, 0, softmax_scale=0.1)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attend()  # every task is idle
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with poisoned(), torch.cuda.graph(graph):
+        out = attend()
+    num_apart = 0
+    for query_lens in ([64], [1], [100, 1, 1], [3, 70, 1, 90, 20], [1, 1, 1, 1, 1], [1, 16, 1, 1, 200]):
+        while len(decoding.requests) < len(query_lens):
+            decoding.add(len(decoding.requests) % 5, 7, 600)
+        if len(query_lens) == 5:
+            decoding.rng.shuffle(decoding.free)
+        step, scratch = decoding.step(query_lens)
+        for x in (q, k, v):
+            x.normal_(generator=generator)
+        assert static.load(step, decoding.builder.blocks)
+        num_apart += int((static.plan.device_plan(spec).prefill[0].apart[:, 1] > 0).sum())
+        graph.replay()
+        count = sum(query_lens)
+        on_cpu = AttentionMetadata(scratch, cpu_caches, [rotary_of(head_dim)])
+        want = run(*(x[:count].cpu().double() for x in (q, k, v)), on_cpu, 0, softmax_scale=0.1)
+        assert relative_error(out[:count].cpu(), want) < 1e-2, query_lens
+        assert not out[count:].any()
+    assert (num_apart > 0) == spec.has_unmasked_prefill
 
 
 @pytest.mark.parametrize("rotary_options", [{}, {"is_interleaved": True}, {"rotary_dim": 32}])

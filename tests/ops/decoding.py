@@ -9,10 +9,11 @@ from lazyattention.ops.plan_builder import PlanBuilder, RequestRows
 class Decoding:
     """Drives a PlanBuilder and says, for each step, what `make_plan` would make of it from scratch."""
 
-    def __init__(self, seed, *, block_size, num_blocks, chunk_lens, device="cpu", table_entries=64, keys_turned=True):
+    def __init__(self, seed, *, block_size, num_blocks, chunk_lens, device="cpu", table_entries=64, keys_turned=True,
+                 contiguous=False):  # fmt: skip
         self.rng = np.random.default_rng(seed)
         self.block_size = block_size
-        self.free = self.rng.permutation(num_blocks).tolist()
+        self.free = list(range(num_blocks)) if contiguous else self.rng.permutation(num_blocks).tolist()
         self.builder = PlanBuilder(block_size=block_size, device=device, table_entries=table_entries)
         self.chunks, self.requests = [], {}
         self.next_key = 0

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyattention.ops import AttentionMetadata, run
+from lazyattention.ops import AttentionMetadata, attention, run
 from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.attention import layout_spec
 from lazyattention.ops.layer_kv import LayerKV
@@ -117,7 +117,7 @@ def test_full_block_tables_move_and_plans_follow():
 def test_static_plan_runs_each_loaded_step_in_place(window):
     decoding = Decoding(1, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16, 33), table_entries=4096)
     layer = Layer()
-    capacity = StaticCapacity(num_tokens=6, max_rows=40, max_tasks=60, max_parts=200)
+    capacity = StaticCapacity(num_tokens=6, max_rows=40, max_few_tasks=60, max_many_tasks=60, max_parts=200)
     static = StaticPlan(capacity, [layer.spec(window)], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
     pointers = [
         static.plan.positions.data_ptr(),
@@ -146,15 +146,89 @@ def test_static_plan_refuses_what_does_not_fit():
     decoding.add(2, 5)
     decoding.add(2, 5)
     step, _ = decoding.step()
-    enough = {"num_tokens": 2, "max_rows": 6, "max_tasks": 20, "max_parts": 20}
-    for too_small in ("num_tokens", "max_rows", "max_tasks", "max_parts"):
+    enough = {"num_tokens": 2, "max_rows": 6, "max_few_tasks": 20, "max_many_tasks": 0, "max_parts": 20}
+    for too_small in ("num_tokens", "max_rows", "max_few_tasks", "max_parts"):
         capacity = StaticCapacity(**{**enough, too_small: 1})
         static = StaticPlan(capacity, [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
         assert not static.load(step, decoding.builder.blocks), too_small
+        if too_small != "num_tokens":
+            assert getattr(static.capacity_for(step), too_small) > 1
     static = StaticPlan(StaticCapacity(**enough), [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
     assert static.load(step, decoding.builder.blocks)
+    assert static.capacity_for(step) == StaticCapacity(**enough)
     assert not static.load(step, decoding.builder.blocks.clone())
-    prefill, _ = decoding.step(np.array([20, 1]))
-    roomy = StaticCapacity(num_tokens=32, max_rows=200, max_tasks=200, max_parts=500)
-    static = StaticPlan(roomy, [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
-    assert not static.load(prefill, decoding.builder.blocks)
+
+
+def prefill_capacity(**changes):
+    enough = {"num_tokens": 90, "max_rows": 200, "max_few_tasks": 300, "max_many_tasks": 60, "max_parts": 3000}
+    room = {"max_prefill_tasks": 60, "max_apart_tasks": 50, "max_tiles": 100, "max_masked": 200}
+    return StaticCapacity(**{**enough, **room, **changes})
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("kernel_for_unmasked_tiles", [False, True])
+def test_static_plan_runs_prefill_and_decode_in_place(monkeypatch, window, kernel_for_unmasked_tiles):
+    """One plan, many steps: long questions, short ones, decodes, all at once; contiguous and scattered."""
+    monkeypatch.setattr(attention, "has_unmasked_prefill", lambda *_: kernel_for_unmasked_tiles and window is None)
+    decoding = Decoding(
+        2, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(150, 7, 40), table_entries=4096, contiguous=True
+    )
+    layer = Layer(90)
+    spec = layer.spec(window)
+    static = StaticPlan(prefill_capacity(), [spec], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+    pointers = [tensor.data_ptr() for tensor in tensors_of(static.plan.device_plan(spec))]
+    keys, num_prefills, num_apart = [decoding.add(3, 5)], 0, 0
+    for query_lens in ([33], [1], [20, 1], [1, 1], [40, 3, 17], [1, 50, 1, 30], [1, 2, 3, 1]):
+        while len(keys) < len(query_lens):
+            keys.append(decoding.add(len(keys) % 4, len(keys)))
+        if len(query_lens) == 3:
+            decoding.rng.shuffle(decoding.free)
+        step, scratch = decoding.step(np.array(query_lens))
+        assert static.load(step, decoding.builder.blocks)
+        plan = static.plan.device_plan(spec)
+        num_prefills += int((plan.prefill[0].tasks[:, 1] > 0).any())
+        num_apart += int((plan.prefill[0].apart[:, 1] > 0).any())
+        got = layer.run(static.plan, 0, window)
+        count = sum(query_lens)
+        torch.testing.assert_close(got[:count], layer.run(scratch, 1, window), rtol=1e-6, atol=1e-6)
+        assert not got[count:].any()
+    assert num_prefills == 4
+    assert (num_apart > 0) == (kernel_for_unmasked_tiles and window is None)
+    assert pointers == [tensor.data_ptr() for tensor in tensors_of(static.plan.device_plan(spec))]
+
+
+def tensors_of(device_plan):
+    (prefill,) = device_plan.prefill
+    decode = [x for tasks in device_plan.decode for x in (tasks.tasks, tasks.rows, tasks.num_tasks)]
+    return [*decode, prefill.tasks, prefill.apart, prefill.tiles, prefill.segments, prefill.masked, prefill.part_bases,
+            device_plan.merge_tokens, device_plan.merge_starts]  # fmt: skip
+
+
+def test_static_plan_with_room_for_prefill_refuses_what_does_not_fit():
+    decoding = Decoding(1, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(50, 16), table_entries=4096)
+    layer = Layer(90)
+    decoding.add(2, 5)
+    decoding.add(2, 5)
+    step, scratch = decoding.step(np.array([40, 3]))
+    for too_small in ("max_rows", "max_few_tasks", "max_parts", "max_prefill_tasks", "max_tiles", "max_masked"):
+        capacity = prefill_capacity(**{too_small: 1})
+        static = StaticPlan(capacity, [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+        assert not static.load(step, decoding.builder.blocks), too_small
+        grown = static.capacity_for(step)
+        assert getattr(grown, too_small) > 1
+        static = StaticPlan(grown, [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+        assert static.load(step, decoding.builder.blocks), too_small
+    got = layer.run(static.plan, 0)
+    torch.testing.assert_close(got[:43], layer.run(scratch, 1), rtol=1e-6, atol=1e-6)
+
+
+def test_without_room_for_prefill_all_rows_go_through_shared_decode():
+    decoding = Decoding(1, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(50, 16), table_entries=4096)
+    layer = Layer(90)
+    decoding.add(2, 5)
+    step, scratch = decoding.step(np.array([40]))
+    capacity = prefill_capacity(max_prefill_tasks=0, max_apart_tasks=0, max_tiles=0, max_masked=0)
+    static = StaticPlan(capacity, [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+    assert static.load(step, decoding.builder.blocks)
+    assert static.plan.device_plan(layer.spec()).prefill == ()
+    torch.testing.assert_close(layer.run(static.plan, 0)[:40], layer.run(scratch, 1), rtol=1e-6, atol=1e-6)

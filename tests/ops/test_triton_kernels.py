@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from lazyattention.ops import LayerRotary, attention
+from lazyattention.ops import AttentionMetadata, LayerRotary, attention
 from lazyattention.ops.attend import AttendOptions
+from lazyattention.ops.layer_kv import LayerKV
 from lazyattention.ops.merge_states import merge_states
 from lazyattention.ops.rotary import turn, turn_table
 from lazyattention.ops.rotate.reference import copy_turned_reference
+from lazyattention.ops.static_plan import StaticCapacity, StaticPlan
+from tests.ops.decoding import Decoding
 from tests.ops.layouts import random_step, rotary_of
 from tests.ops.test_attend import CASES, NO_ROPE, dense_oracle
 from tests.ops.test_device_plan_kernels import run_kernel_plan
@@ -59,6 +62,36 @@ def test_kernels_equal_dense_attention(case, queries):
     rotary, options = rotary_of(step.q.shape[2], **rotary_options), AttendOptions(0.3, **attend_options)
     got = run_kernel_plan(step, rotary, options)
     assert relative_error(got, dense_oracle(step, rotary, options)) < 1e-5
+
+
+@pytest.mark.usefixtures("kernels")
+def test_static_plan_with_idle_tasks_of_every_kind():
+    """Padded tasks, rows and merges do nothing; what is left of longer steps is not seen."""
+    decoding = Decoding(4, block_size=4, num_blocks=200, chunk_lens=(40, 7), table_entries=1024)
+    generator = torch.Generator().manual_seed(0)
+    k_cache, v_cache = (torch.randn(200, 4, 2, 16, generator=generator) for _ in range(2))
+    exact = [(k_cache.double(), v_cache.double())]
+    q = torch.randn(40, 4, 16, generator=generator)
+    k, v = (torch.randn(40, 2, 16, generator=generator) for _ in range(2))
+    rotary = rotary_of(16)
+    spec = attention.layout_spec(q, LayerKV(k_cache, v_cache), 4, rotary, AttendOptions(0.3))
+    capacity = StaticCapacity(
+        num_tokens=40, max_rows=50, max_few_tasks=60, max_many_tasks=5, max_parts=300, max_prefill_tasks=12,
+        max_tiles=20, max_masked=30,
+    )  # fmt: skip
+    static = StaticPlan(capacity, [spec], block_size=4, blocks=decoding.builder.blocks)
+    metadata = AttentionMetadata(static.plan, [(k_cache, v_cache)], [rotary])
+    decoding.add(2, 3)
+    decoding.add(1, 5)
+    for query_lens in ([33, 2], [1, 20], [1, 1]):
+        step, scratch = decoding.step(np.array(query_lens))
+        assert static.load(step, decoding.builder.blocks)
+        got = attention.run(q, k, v, metadata, 0, softmax_scale=0.3)
+        count = sum(query_lens)
+        on_cpu = AttentionMetadata(scratch, exact, [rotary])
+        want = attention.run(*(x[:count].double() for x in (q, k, v)), on_cpu, 0, softmax_scale=0.3)
+        assert relative_error(got[:count], want) < 1e-5
+        assert not got[count:].any()
 
 
 @pytest.mark.usefixtures("kernels")

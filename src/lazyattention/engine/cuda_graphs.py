@@ -2,16 +2,18 @@
 """Small steps as CUDA graphs: captured once per number of tokens, replayed for whatever step was loaded last.
 
 A small step is any step of few tokens: decodes, short questions over stored documents, or both together. Its tokens are
-padded to the next size; all its attention goes through shared_decode, whose plan can stand still in memory.
+padded to the next size, and its plan stands still in memory. Steps in which no request has many tokens have graphs of
+their own, without launches of chunk_prefill.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from lazyattention.ops._layout import LayoutSpec
+from lazyattention.ops._layout import LayoutSpec, PlanArrays
 from lazyattention.ops.device_plan import send
 from lazyattention.ops.plan import AttentionPlan
 from lazyattention.ops.plan_builder import HostStep
@@ -22,13 +24,14 @@ logger = get_logger(__name__)
 
 # One token is padded to two: compiled layers treat a single one apart.
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# Steps up to here profit: longer ones keep the GPU busy for longer than their launches take.
 MIN_LARGEST_SIZE = 256
-# Ranges a token looks at, to begin with; a step with more makes its graph grow.
+# Steps up to here profit: longer ones keep the GPU busy for longer than their launches take.
+PREFILL_SIZES = (16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# To begin with; a step with more makes its graph grow.
 _RANGES_PER_TOKEN = 12
+_DECODES_BESIDE_PREFILL = 16
+_MAX_TILES = 1024
 _MAX_GROWTHS = 8
-# More keys than any prompt has tokens: no group of rows goes to chunk_prefill.
-_NEVER = 2**30
 
 Forward = Callable[[torch.Tensor, AttentionPlan, torch.Tensor], torch.Tensor]
 """(input ids `[num_tokens]`, plan, rows whose logits are wanted) -> logits."""
@@ -58,9 +61,17 @@ class GraphCapture:
         return result, graph.replay
 
 
+class _Kind(NamedTuple):
+    """What a graph can run."""
+
+    size: int
+    has_unturned: bool = False
+    has_prefill: bool = False
+
+
 @dataclass(slots=True)
 class _Graph:
-    """One size's graph; `plan`, `inputs` and `logits` keep their memory."""
+    """One kind's graph; `plan`, `inputs` and `logits` keep their memory."""
 
     capacity: StaticCapacity
     blocks: torch.Tensor
@@ -98,8 +109,11 @@ class GraphRunner:
         self._max_num_seqs = max_num_seqs
         largest = max(MIN_LARGEST_SIZE, max_num_seqs)
         self.sizes = [size for size in SIZES if size < largest] + [min(s for s in (*SIZES, largest) if s >= largest)]
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._num_growths: dict[tuple[int, bool], int] = {}
+        # A request with fewer tokens than this goes through shared_decode.
+        self._prefill_min_tokens = min(spec.prefill_min_tokens for spec in self._specs)
+        self.prefill_sizes = [size for size in PREFILL_SIZES if size >= self._prefill_min_tokens]
+        self._graphs: dict[_Kind, _Graph] = {}
+        self._num_growths: dict[_Kind, int] = {}
         self.num_replays = 0
 
     @property
@@ -113,8 +127,9 @@ class GraphRunner:
         Args:
             blocks: The plan builder's block tables.
         """
-        for size in reversed(self.sizes):
-            self._record((size, False), blocks, self._capacity_for(size, 0, has_unturned=False))
+        kinds = [_Kind(size) for size in self.sizes] + [_Kind(size, has_prefill=True) for size in self.prefill_sizes]
+        for kind in sorted(kinds, reverse=True):
+            self._record(kind, blocks, self._capacity_for(kind, 0))
 
     def run(
         self, step: HostStep, token_ids: np.ndarray, sample_rows: Sequence[int], blocks: torch.Tensor
@@ -131,77 +146,80 @@ class GraphRunner:
             Logits `[len(sample_rows), vocab_size]`, valid until the next run; None if the step is not small enough.
         """
         num_tokens = len(token_ids)
-        if num_tokens > self.sizes[-1] or len(sample_rows) > self._max_num_seqs or step.store_turns is not None:
+        if len(sample_rows) > self._max_num_seqs or step.store_turns is not None:
             return None
-        size = next(s for s in self.sizes if s >= num_tokens)
-        arrays = step.arrays
-        has_unturned = not bool(arrays.range_turned[arrays.group_ranges].all())
-        graph = self._loaded((size, has_unturned), step, int(arrays.group_sizes.sum()), blocks)
+        kind = self._kind_of(step.arrays, num_tokens)
+        graph = None if kind is None else self._loaded(kind, step, blocks)
         if graph is None:
             return None
         inputs = np.zeros(len(graph.inputs), np.int64)
         inputs[:num_tokens] = token_ids
-        inputs[size : size + len(sample_rows)] = sample_rows
+        inputs[graph.capacity.num_tokens :][: len(sample_rows)] = sample_rows
         graph.inputs.copy_(send(inputs, graph.inputs.device), non_blocking=True)
         graph.replay()
         self.num_replays += 1
         return graph.logits[: len(sample_rows)]
 
-    def _loaded(self, key: tuple[int, bool], step: HostStep, num_rows: int, blocks: torch.Tensor) -> _Graph | None:
+    def _kind_of(self, arrays: PlanArrays, num_tokens: int) -> _Kind | None:
+        has_unturned = not bool(arrays.range_turned[arrays.group_ranges].all())
+        has_prefill = not has_unturned and int(arrays.group_sizes.max(initial=0)) >= self._prefill_min_tokens
+        sizes = self.prefill_sizes if has_prefill else self.sizes
+        size = next((size for size in sizes if size >= num_tokens), None)
+        return None if size is None else _Kind(size, has_unturned, has_prefill)
+
+    def _loaded(self, kind: _Kind, step: HostStep, blocks: torch.Tensor) -> _Graph | None:
         """Return the graph with the step in its plan; a graph that is too small is recorded anew, some times over."""
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(kind)
         while True:
             if graph is not None and graph.plan.load(step, blocks):
                 return graph
-            if self._num_growths.get(key, 0) >= _MAX_GROWTHS:
+            if self._num_growths.get(kind, 0) >= _MAX_GROWTHS:
                 return None
             if graph is None:
-                capacity = self._capacity_for(key[0], num_rows, has_unturned=key[1])
+                capacity = self._capacity_for(kind, int(step.arrays.group_sizes.sum()))
             elif graph.blocks is not blocks:
                 capacity = graph.capacity
             else:
-                self._num_growths[key] = self._num_growths.get(key, 0) + 1
-                capacity = _grown(graph.capacity, num_rows)
-            graph = self._record(key, blocks, capacity)
+                self._num_growths[kind] = self._num_growths.get(kind, 0) + 1
+                capacity = graph.plan.capacity_for(step)
+            graph = self._record(kind, blocks, capacity)
 
-    def _capacity_for(self, size: int, num_rows: int, *, has_unturned: bool) -> StaticCapacity:
-        max_rows = max(_RANGES_PER_TOKEN * size, num_rows, 64)
+    def _capacity_for(self, kind: _Kind, num_rows: int) -> StaticCapacity:
+        num_decodes = min(kind.size, _DECODES_BESIDE_PREFILL) if kind.has_prefill else kind.size
+        max_rows = max(_RANGES_PER_TOKEN * num_decodes, 64 if kind.has_prefill else num_rows, 64)
+        # Few tokens are few rows, whatever they look at.
+        fewest = min(spec.decode_few.tile_m // spec.group for spec in self._specs)
         # Tasks beyond one per row split long ranges, so that a small step fills the device.
-        return StaticCapacity(
-            num_tokens=size,
+        max_tasks = max_rows + 64
+        capacity = StaticCapacity(
+            num_tokens=kind.size,
             max_rows=max_rows,
-            max_tasks=max_rows + 64,
+            max_few_tasks=max_tasks,
+            max_many_tasks=0 if kind.has_prefill or kind.size <= fewest else max_tasks,
             max_parts=2 * max_rows + 256,
-            has_unturned=has_unturned,
+            has_unturned=kind.has_unturned,
         )
-
-    def _record(self, key: tuple[int, bool], blocks: torch.Tensor, capacity: StaticCapacity) -> _Graph:
-        logger.debug("recording a CUDA graph: %s", capacity)
-        self._graphs.pop(key, None)  # gives its memory back to the pool
-        plan, size = self._static_plan(capacity, blocks), capacity.num_tokens
-        inputs = torch.zeros(size + min(size, self._max_num_seqs), dtype=torch.int64, device=blocks.device)
-        logits, replay = self._capture(lambda: self._forward(inputs[:size], plan.plan, inputs[size:]))
-        graph = self._graphs[key] = _Graph(capacity, blocks, plan, inputs, logits, replay)
-        return graph
-
-    def _static_plan(self, capacity: StaticCapacity, blocks: torch.Tensor) -> StaticPlan:
-        """Make a plan that is laid out for shared_decode alone, whatever the length of a group of rows."""
-        laid_out = {spec: replace(spec, prefill_min_tokens=_NEVER) for spec in self._specs}
-        static = StaticPlan(capacity, list(laid_out.values()), block_size=self._block_size, blocks=blocks)
-        plans = static.plan._device_plans
-        # Layers ask by their own spec.
-        static.plan._device_plans = {spec: plans[used] for spec, used in laid_out.items()}
-        return static
-
-
-def _grown(capacity: StaticCapacity, num_rows: int) -> StaticCapacity:
-    """Return twice the room: for rows if these are too many, else for tasks and parts."""
-    if num_rows > capacity.max_rows:
-        max_rows = max(2 * capacity.max_rows, num_rows)
+        if not kind.has_prefill:
+            return capacity
+        # One program for each multiprocessor, and one more for each query tile and head.
+        max_tasks = max(
+            -(-spec.num_programs // spec.num_kv_heads) - (-kind.size * spec.group // spec.prefill.tile_m)
+            for spec in self._specs
+        )
         return replace(
             capacity,
-            max_rows=max_rows,
-            max_tasks=max(capacity.max_tasks, max_rows + 64),
-            max_parts=max(capacity.max_parts, 2 * max_rows + 256),
+            max_parts=capacity.max_parts + 16 * kind.size,
+            max_prefill_tasks=4 * max_tasks,
+            max_apart_tasks=max_tasks,
+            max_tiles=_MAX_TILES,
+            max_masked=_MAX_TILES,
         )
-    return replace(capacity, max_tasks=2 * capacity.max_tasks, max_parts=2 * capacity.max_parts)
+
+    def _record(self, kind: _Kind, blocks: torch.Tensor, capacity: StaticCapacity) -> _Graph:
+        logger.debug("recording a CUDA graph: %s", capacity)
+        self._graphs.pop(kind, None)  # gives its memory back to the pool
+        plan, size = StaticPlan(capacity, self._specs, block_size=self._block_size, blocks=blocks), capacity.num_tokens
+        inputs = torch.zeros(size + min(size, self._max_num_seqs), dtype=torch.int64, device=blocks.device)
+        logits, replay = self._capture(lambda: self._forward(inputs[:size], plan.plan, inputs[size:]))
+        graph = self._graphs[kind] = _Graph(capacity, blocks, plan, inputs, logits, replay)
+        return graph

@@ -9,7 +9,8 @@ Built once per step and per kind of layer (heads, head_dim, window). What the ke
 - chunk_prefill: `tiles [n, 8]` = first slot, first block-table entry of the range, key_start, position of the first key,
   number of keys, position_delta, 0, 0; `tasks [n, 10]` = row_start, num_tokens, token_start, tiles without a mask from
   .. to, entries of `masked` from .. to, segments from .. to, part (-1 = write the output itself). `apart` holds tasks
-  of the same form that have no masked tiles, for a kernel of their own.
+  of the same form that have no masked tiles, for a kernel of their own. A task of zeros does nothing; the kernel for
+  tiles without a mask needs a tile, so that there IDLE_APART_TASK does nothing: the first tile, for no token.
 - merge_states: parts of one token are consecutive; merge `i` covers parts `merge_starts[i] : merge_starts[i + 1]`.
 """
 
@@ -22,6 +23,8 @@ from lazyattention.ops._decode_layout import DecodeLayout, lay_out_decode
 from lazyattention.ops._layout import LayoutSpec, PlanArrays, number_parts
 from lazyattention.ops._prefill_layout import PrefillLayout, lay_out_prefill
 from lazyattention.ops._tiles import TileShape
+
+IDLE_APART_TASK = (0, 0, 0, 0, 1, 0, 0, 0, 1, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode plan whose tensors never move, so that a captured CUDA graph runs whatever step was loaded last."""
+"""A plan whose tensors never move, so that a captured CUDA graph runs whatever step was loaded last."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from lazyattention.ops._decode_layout import DecodeLayout
 from lazyattention.ops._layout import LayoutSpec, PlanArrays
-from lazyattention.ops.device_plan import lay_out, pack, send
+from lazyattention.ops.device_plan import IDLE_APART_TASK, Layout, PackedLayout, lay_out, pack, send
 from lazyattention.ops.plan import AttentionPlan
 from lazyattention.ops.plan_builder import HostStep
+
+# More tokens than any group of rows has: none goes to chunk_prefill.
+_NEVER = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,38 +22,60 @@ class StaticCapacity:
 
     Attributes:
         num_tokens: Query tokens, exactly; shorter steps are padded.
-        max_rows: Rows (tokens x ranges they look at).
-        max_tasks: Tasks of shared_decode over ranges with few rows, and again over ranges with many; every replay
-            launches them all.
+        max_rows: Rows (tokens x ranges they look at) of shared_decode.
+        max_few_tasks: Tasks of shared_decode over ranges with few rows; every replay launches them all.
+        max_many_tasks: Tasks of shared_decode over ranges with many rows; 0 = no launch for them.
         max_parts: Partial states.
         has_unturned: Room for tasks over unturned keys, too.
+        max_prefill_tasks: Tasks of chunk_prefill; every replay launches them all. 0 = no launch for them: all rows go
+            through shared_decode, however many a request has.
+        max_apart_tasks: Likewise, of its kernel for tiles without a mask, whose idle tasks cost a tile each.
+        max_tiles: Key tiles of chunk_prefill.
+        max_masked: Key tiles with a mask, counted for each query tile that sees them.
     """
 
     num_tokens: int
     max_rows: int
-    max_tasks: int
+    max_few_tasks: int
+    max_many_tasks: int
     max_parts: int
     has_unturned: bool = False
+    max_prefill_tasks: int = 0
+    max_apart_tasks: int = 0
+    max_tiles: int = 0
+    max_masked: int = 0
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, spec: LayoutSpec) -> dict[str, int]:
         """Return elements to reserve per array of a packed layout."""
         unturned = int(self.has_unturned)
-        prefill = {
-            f"prefill{i}.{name}": 0 for i in range(2) for name in ("tasks", "apart", "tiles", "masked", "part_bases")
-        }
-        return prefill | {
+        has_prefill = int(self.max_prefill_tasks > 0)
+        return {
             "counts": 4,
             "merge_tokens": self.num_tokens,
             "merge_starts": self.num_tokens + 1,
             "blocks": 0,
-            "decode0.many": self.max_tasks * 8,
-            "decode0.few": self.max_tasks * 8,
+            "decode0.many": self.max_many_tasks * 8,
+            "decode0.few": self.max_few_tasks * 8,
             "decode0.rows": self.max_rows * 4,
-            "decode1.few": self.max_tasks * 8 * unturned,
+            "decode1.few": self.max_few_tasks * 8 * unturned,
             "decode1.rows": self.max_rows * 4 * unturned,
-            "prefill0.segments": 0,
-            "prefill1.segments": 0,
-        }
+            "prefill0.tasks": self.max_prefill_tasks * 10,
+            "prefill0.apart": self.max_apart_tasks * 10 * int(spec.has_unmasked_prefill),
+            "prefill0.tiles": self.max_tiles * 8,
+            "prefill0.segments": (self.max_tiles + 1) * has_prefill,
+            "prefill0.masked": self.max_masked,
+            "prefill0.part_bases": self.num_tokens * has_prefill,
+        } | {f"prefill1.{name}": 0 for name in ("tasks", "apart", "tiles", "segments", "masked", "part_bases")}
+
+    def holding(self, needs: dict[str, int]) -> "StaticCapacity":
+        """Return this capacity, doubled wherever a step needs more until it suffices."""
+        grown = {}
+        for name, need in needs.items():
+            size = getattr(self, name)
+            while size < need:
+                size = max(2 * size, 16)
+            grown[name] = size
+        return replace(self, **grown)
 
 
 class StaticPlan:
@@ -74,13 +98,12 @@ class StaticPlan:
 
         Args:
             capacity: How large a step may be.
-            specs: One per kind of layer, from `layout_spec`.
+            specs: One per kind of layer, from `layout_spec`, by which layers ask for their part of the plan.
             block_size: Tokens per KV block.
             blocks: The builder's block tables; when it moves, this plan is stale.
             has_store_turns: Keys are turned before they are stored.
         """
         self.capacity = capacity
-        self._specs = tuple(specs)
         self._version = -1
         self._blocks = blocks
         num_tokens, device = capacity.num_tokens, blocks.device
@@ -91,10 +114,14 @@ class StaticPlan:
             nothing, nothing, nothing, nothing, nothing, nothing, no_flags, nothing, no_flags, np.empty(0, np.int32)
         )
         positions = np.zeros(num_tokens, np.int64)
+        # Layers ask by their own spec, however this plan is laid out.
+        self._laid_out = {
+            spec: spec if capacity.max_prefill_tasks else replace(spec, prefill_min_tokens=_NEVER) for spec in specs
+        }
         self._flats: dict[LayoutSpec, torch.Tensor] = {}
         device_plans = {}
-        for spec in self._specs:
-            packed = pack(lay_out(empty, positions, spec), None, capacity.sizes(), capacity.max_parts)
+        for spec in self._laid_out:
+            packed = self._pack(lay_out(empty, positions, spec), spec)
             self._flats[spec] = send(packed.flat, device)
             device_plans[spec] = packed.plan(self._flats[spec], blocks, spec)
         rows = torch.empty(0, dtype=torch.int64, device=device)
@@ -120,7 +147,7 @@ class StaticPlan:
         """Make `plan` the plan of this step.
 
         Args:
-            step: From the builder; at most `capacity.num_tokens` tokens, few per request.
+            step: From the builder.
             blocks: The builder's block tables now.
 
         Returns:
@@ -138,24 +165,52 @@ class StaticPlan:
             columns[2, :num_real] = step.store_turns
         if step.version != self._version:
             flats = []
-            for spec in self._specs:
-                layout = lay_out(step.arrays, columns[0], spec)
-                if not self._fits(layout.num_parts, [len(part.row_tokens) for part in layout.prefill], layout.decode):
+            for spec, laid_out in self._laid_out.items():
+                layout = lay_out(step.arrays, columns[0], laid_out)
+                if not self._fits(layout):
                     return False
-                flats.append(pack(layout, None, self.capacity.sizes(), self.capacity.max_parts).flat)
-            for spec, flat in zip(self._specs, flats, strict=True):
-                self._flats[spec].copy_(send(flat, self._blocks.device), non_blocking=True)
+                flats.append(self._pack(layout, spec).flat)
+            for flat, host in zip(self._flats.values(), flats, strict=True):
+                flat.copy_(send(host, self._blocks.device), non_blocking=True)
             self._version = step.version
         self._columns.copy_(send(columns, self._blocks.device), non_blocking=True)
         return True
 
-    def _fits(self, num_parts: int, prefill_rows: Sequence[int], decode: Sequence[DecodeLayout]) -> bool:
+    def capacity_for(self, step: HostStep) -> StaticCapacity:
+        """Return this plan's capacity, grown so that the step fits if it has as few tokens."""
+        positions = np.zeros(max(self.capacity.num_tokens, len(step.positions)), np.int64)
+        positions[: len(step.positions)] = step.positions
+        capacity = self.capacity
+        for laid_out in self._laid_out.values():
+            capacity = capacity.holding(_needs(lay_out(step.arrays, positions, laid_out)))
+        return capacity
+
+    def _fits(self, layout: Layout) -> bool:
         capacity = self.capacity
         return (
-            num_parts <= capacity.max_parts
-            and not any(prefill_rows)
-            and (capacity.has_unturned or len(decode[1].rows) == 0)
-            and all(
-                max(len(d.many), len(d.few)) <= capacity.max_tasks and len(d.rows) <= capacity.max_rows for d in decode
-            )
+            all(need <= getattr(capacity, name) for name, need in _needs(layout).items())
+            and (capacity.has_unturned or len(layout.decode[1].rows) == 0)
+            and len(layout.prefill[1].row_tokens) == 0
         )
+
+    def _pack(self, layout: Layout, spec: LayoutSpec) -> PackedLayout:
+        packed = pack(layout, None, self.capacity.sizes(spec), self.capacity.max_parts)
+        start, size = packed.offsets["prefill0.apart"]
+        packed.flat[start : start + size].reshape(-1, 10)[len(layout.prefill[0].apart.tasks) :] = IDLE_APART_TASK
+        # The next step's keys may lie anywhere.
+        return replace(packed, prefill_is_contiguous=(False, False))
+
+
+def _needs(layout: Layout) -> dict[str, int]:
+    """Return what a layout needs of each capacity."""
+    turned, unturned, prefill = *layout.decode, layout.prefill[0]
+    return {
+        "max_rows": max(len(turned.rows), len(unturned.rows)),
+        "max_few_tasks": max(len(turned.few), len(unturned.few)),
+        "max_many_tasks": len(turned.many),
+        "max_parts": layout.num_parts,
+        "max_prefill_tasks": len(prefill.tasks.tasks),
+        "max_apart_tasks": len(prefill.apart.tasks),
+        "max_tiles": len(prefill.tiles),
+        "max_masked": len(prefill.masked),
+    }
