@@ -105,14 +105,18 @@ def test_breaking_it_is_noticed(broken, monkeypatch):
     assert error_against_engine(engine, model, PROMPTS[:2], WAYS[0]) > 1e-2
 
 
-@pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
+def flex_attention(query, key, value, visibility, scale, window, softcap, sinks):
+    assert softcap is None
+    return attention_module._flex_attention(query, key, value, visibility, scale, window, sinks)
+
+
+@pytest.mark.parametrize(("model_type", "variant"), [family for family in FAMILIES if family[0] != "gemma2"])
 def test_flex_attention_gives_the_same_outputs(model_type, variant, monkeypatch):
     rows = [TrainingRow(prompt(PROMPTS[index % 2]), ANSWER, *way) for index, way in enumerate(WAYS)]
     model = tiny_model(model_type, variant)
     with torch.no_grad():
         want = training_logprobs(model, rows)
-        monkeypatch.setattr(attention_module, "_prompt_by_prompt", attention_module._flex_attention)
-        monkeypatch.setattr(attention_module, "_plain_attention", None)
+        monkeypatch.setattr(attention_module, "_prompt_by_prompt", flex_attention)
         got = training_logprobs(model, rows)
     for one, other in zip(want, got, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)

@@ -194,8 +194,8 @@ def training_attention(
     assert isinstance(layer_idx, int), "transformers numbers its attention modules"
     key, value = chunk_visibility.extend(key, value, layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.is_cuda:
-        output = _flex_attention(query, key, value, chunk_visibility, scale, sliding_window, softcap, s_aux)
+    if query.is_cuda and softcap is None:  # torch 2.11 fails to compile a capped score with lengths that vary
+        output = _flex_attention(query, key, value, chunk_visibility, scale, sliding_window, s_aux)
     else:
         output = _prompt_by_prompt(query, key, value, chunk_visibility, scale, sliding_window, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
@@ -208,17 +208,14 @@ def _flex_attention(
     visibility: ChunkVisibility,
     scale: float,
     window: int | None,
-    softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Tiles that nobody sees cost nothing, so that packing is free; shapes as in `training_attention`."""
     attend: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
-    score_mod = None if softcap is None else _softcap_mod(softcap)
     output, lse = attend(
         query,
         key,
         value,
-        score_mod=score_mod,
         block_mask=visibility.block_mask(window),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -236,14 +233,6 @@ def _flex_attention(
 def _compiled_flex_attention() -> Callable[..., Any]:
     # Lengths differ from batch to batch: one kernel must serve them all.
     return torch.compile(flex_attention, dynamic=True)
-
-
-@functools.cache
-def _softcap_mod(softcap: float) -> Callable[..., torch.Tensor]:
-    def cap(score: torch.Tensor, *_indices: torch.Tensor) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return cap
 
 
 def _prompt_by_prompt(
