@@ -57,6 +57,27 @@ def test_answers_over_http_equal_the_offline_engine(loaded, server):
             assert answer.usage.prompt_tokens == expected.num_prompt_tokens
 
 
+async def test_recomputed_pages_over_http_equal_the_offline_engine(loaded, server):
+    messages, documents = conversation(77)
+    with LLM(loaded, config=EngineConfig(cache=CacheConfig(num_blocks=500))) as llm, httpx.Client() as client:
+        body = {"model": "tiny", "messages": messages, "documents": documents, "temperature": 0, "max_tokens": 12}
+        for recompute in ("first:16", "deviation:0.3", "attention:0.3"):
+            params = SamplingParams(temperature=0, max_tokens=12)
+            (expected,) = llm.chat(messages, params, documents=documents, recompute=recompute)
+            more = {"recompute": recompute, "include_document_report": True}
+            answer = client.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=60).json()
+            assert answer["choices"][0]["message"]["content"] == expected.text
+            counts = [entry["num_recomputed_tokens"] for entry in answer["documents"]]
+            assert sum(counts) == expected.num_recomputed_tokens > 0
+        refused = client.post(
+            f"{server.url}/v1/chat/completions", json=body | {"recompute": "first:16", "reuse": "never"}, timeout=60
+        )
+        assert refused.status_code == 400
+        assert "full_recompute" in refused.json()["error"]["message"]
+        metrics = client.get(f"{server.url}/metrics").text
+        assert "lazyattention_recompute_selections_total 2.0" in metrics
+
+
 async def test_every_concurrent_stream_equals_its_solo_run(server):
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 

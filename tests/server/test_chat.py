@@ -174,6 +174,21 @@ async def test_reuse_never_computes_everything(client):
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_recompute_reaches_the_engine(client, engine, path):
+    body = {"model": "fake", "documents": ["the lamp"]}
+    body |= {"prompt": "Why?"} if path == "completions" else {"messages": [{"role": "user", "content": "Why?"}]}
+    for given in ("first:16", "none", None):
+        answer = await client.post(f"/v1/{path}", json=body if given is None else body | {"recompute": given})
+        assert answer.status_code == 200
+        assert engine.recomputes[-1] == given
+    for wrong, message in [("frist:1", "did you mean 'first'"), ("first:0", "whole number"), ("deviation:2", "share")]:
+        answer = await client.post(f"/v1/{path}", json=body | {"recompute": wrong})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "recompute"
+        assert message in answer.json()["error"]["message"]
+
+
 async def test_completions_take_documents_too(client):
     body = {"model": "fake", "prompt": "Why?", "documents": ["the lamp"], "include_document_report": True}
     assert (await client.post("/v1/completions", json=body)).json()["documents"][0]["status"] == "miss"

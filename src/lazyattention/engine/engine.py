@@ -163,7 +163,7 @@ class Engine:
         Raises:
             RequestError: The id is taken, the prompt is empty or too long, the request can never fit, or `recompute` is
                 malformed or does not go with the reuse method.
-            ConfigError: The reuse method, the encoding or the recompute policy is unknown.
+            ConfigError: The reuse method or the encoding is unknown.
         """
         method = self._method_for(reuse, reuse_method)
         chosen_recompute = self._recompute_for(recompute, method)

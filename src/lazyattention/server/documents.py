@@ -97,6 +97,7 @@ class DocumentRoutes:
             tenant=tenant,
             deadline_s=deadline_s,
             reuse="always",
+            recompute="none",
             check=lambda: self._context.library.own(tenant, document.document_id),
         )
         entries: list[DocumentReuse] = []

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from lazyattention.errors import RequestError
+from lazyattention.errors import ConfigError, RequestError
 from lazyattention.reuse.recompute.attention import Attention
 from lazyattention.reuse.recompute.base import RecomputePolicy
 from lazyattention.reuse.recompute.deviation import Deviation
@@ -37,8 +37,7 @@ class Recompute:
         """Read an option: "first:16", "deviation:0.15", "attention:0.15"; None and "none" mean nothing is recomputed.
 
         Raises:
-            RequestError: It is not of this form, or the amount is not allowed.
-            ConfigError: The policy is unknown.
+            RequestError: It is not of this form, the policy is unknown, or the amount is not allowed.
         """
         if value is None or isinstance(value, Recompute):
             return value
@@ -47,6 +46,9 @@ class Recompute:
         name, _, amount = value.partition(":")
         try:
             number = float(amount)
+            RECOMPUTE_POLICIES[name]
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
         except ValueError:
             known = "; ".join(f"{policy.name}:N ({policy.amount_help})" for policy in RECOMPUTE_POLICIES.values())
             raise RequestError(f"recompute must be none or one of {known}; got {value!r:.80}") from None
