@@ -14,24 +14,21 @@ model leaves a GPU waiting for the host, so several processes share it; a run's 
 """
 
 import argparse
-import contextlib
 import copy
-import dataclasses
-import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
-from unlearn_models import fine_tune, load_base, load_tofu, read_json, write_json
-from unlearn_seven_b import peak, reset_peak, seven_b, synchronize
-from unlearn_table import results_of, table
+from unlearn_models import fine_tune, load_base, load_tofu
+from unlearn_records import REFERENCES, Record, claim, read_json, results_of, say, write_json
+from unlearn_seven_b import peak, reset_peak, seven_b
+from unlearn_table import table
 
 from lazyattention.unlearn.attribution import AttributionScores
 from lazyattention.unlearn.compare import Arm, CompareOptions, attribution_key, run_arm
@@ -50,9 +47,7 @@ ARMS = (
     "simu-mlp", "simu-mlp+random",
 )  # fmt: skip
 # Full-model first order needs a higher rate than the methods' defaults for 7B; every arm gets its own, stated here.
-LEARNING_RATES = {"simu": 2e-5, "simu+adamw": 2e-5, "simu-mlp": 2e-4, "soul": 1e-5, "graddiff": 1e-5, "npo": 1e-5}
-# Measured as arms are, with seed 0: what forgetting starts from, and what it should come to.
-REFERENCES = ("original", "retrained")
+LEARNING_RATES = {"simu": 4e-5, "simu+adamw": 4e-5, "simu-mlp": 2e-4, "soul": 1e-5, "graddiff": 2e-5, "npo": 2e-5}
 # The retrained model's, for the others' forget quality.
 LOGGED_METRICS = ("probability", "truth_ratio")
 METRICS = (
@@ -109,43 +104,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def say(args: argparse.Namespace, text: str) -> None:
-    """Print a line with the seconds since the start, at once."""
-    print(f"{time.time() - args.started:6.1f} s  {text}", flush=True)
-
-
 def seconds_left(args: argparse.Namespace) -> float:
     """Until the budget's end."""
     return args.started + args.budget_s - time.time()
-
-
-@dataclasses.dataclass
-class Record:
-    """One file under WORK, written after each stage.
-
-    Attributes:
-        path: Of the file.
-        content: JSON-able; "status" is "running", "done" or "failed", "stages_s" has seconds by stage.
-    """
-
-    args: argparse.Namespace
-    path: Path
-    content: dict[str, Any]
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, say so, and write what is known after it."""
-        start = time.monotonic()
-        yield
-        synchronize(self.args.device)
-        elapsed = time.monotonic() - start
-        self.content.setdefault("stages_s", {})[name] = round(elapsed, 2)
-        say(self.args, f"{self.path.stem}: {name} {elapsed:.1f} s")
-        self.write()
-
-    def write(self) -> None:
-        """Write the file."""
-        write_json(self.path, self.content)
 
 
 def arm_config(name: str, args: argparse.Namespace) -> UnlearnConfig:
@@ -249,19 +210,6 @@ def jobs_of(args: argparse.Namespace) -> list[tuple[str, int]]:
 def job_path(args: argparse.Namespace, arm: str, seed: int) -> Path:
     """The run's file."""
     return args.work / "runs" / f"{arm}.{seed}.json"
-
-
-def claim(path: Path) -> bool:
-    """Take a run, unless another process has; the file's existence says so, and it is never seen half written."""
-    mine = path.with_name(f"{path.name}.{os.getpid()}")
-    write_json(mine, {"arm": None, "status": "running"})
-    try:
-        os.link(mine, path)
-    except FileExistsError:
-        return False
-    finally:
-        mine.unlink()
-    return True
 
 
 def release_unfinished(args: argparse.Namespace) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `bench_unlearn.py` starts from: a base model, TOFU's files, and the fine-tuned original and retrained model."""
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -122,16 +121,3 @@ def fine_tune(
     last = torch.stack(losses[-max(len(losses) // 20, 1) :]).mean()
     model.eval()
     return {"num_steps": len(losses), "training_s": time.monotonic() - start, "last_loss": float(last)}
-
-
-def write_json(path: Path, content: Any) -> None:  # noqa: ANN401 - any JSON-able value
-    """Write beside the file and rename: whoever reads it at any moment finds it whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
-    beside.replace(path)
-
-
-def read_json(path: Path) -> Any:  # noqa: ANN401
-    """Read what `write_json` wrote."""
-    return json.loads(path.read_text(encoding="utf-8"))

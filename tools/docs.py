@@ -2,11 +2,13 @@
 """Keeps generated parts of the documentation true, and its links alive. `make docs` writes; a test only checks.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->` in any Markdown page. Names:
-`options COMMAND`, `configuration`, `models`, `reuse methods`, `environment variables`.
+`options COMMAND`, `configuration`, `models`, `reuse methods`, `environment variables`, `unlearning benchmark`.
 """
 
 import argparse
 import ast
+import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,8 @@ def generate(name: str) -> str:
         from lazyattention.models import matrix
 
         return matrix.to_markdown()
+    if name == "unlearning benchmark":
+        return _unlearning_benchmark()
     if name == "reuse methods":
         from lazyattention.reuse.registry import REUSE_METHODS
 
@@ -119,6 +123,19 @@ def _environment() -> str:
         # Neighbours without a comment of their own share the one above.
         rows.append((f"`{names[0]}`", " ".join(comments) or rows[-1][1]))
     return _table(("variable", "meaning"), rows)
+
+
+def _unlearning_benchmark() -> str:
+    """Tables of the last results file; without one, how to make it."""
+    path = ROOT / "benchmarks" / "results" / "unlearn_h200.json"
+    if not path.exists():
+        return f"Not measured yet: `{path.relative_to(ROOT)}` does not exist."
+    spec = importlib.util.spec_from_file_location("unlearn_table", ROOT / "benchmarks" / "unlearn_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.section(json.loads(path.read_text(encoding="utf-8"))))
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
