@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-sys.path.insert(0, str(ROOT / "tests" / "unlearn"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unlearn"))
 
 import bench_unlearn
 import unlearn_models
@@ -25,6 +24,7 @@ from unlearn_table import section, table
 from lazyattention.unlearn.batch import logits_of, mean_nll, pad_right
 from lazyattention.unlearn.data import encode_examples, generate_people
 
+ROOT = Path(__file__).resolve().parents[2]
 ARMS = "simu,simu+random"
 
 
