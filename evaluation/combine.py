@@ -44,6 +44,7 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
     training = run["training"]
     return {
         "config": training["config"],
+        "train_option": run["arguments"]["train_option"],
         "num_samples": training["num_samples"],
         "num_prompts": training["num_prompts"],
         "num_skipped": training["num_skipped"],
@@ -71,18 +72,18 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """Print one row per variant and task: scores under the trained encoding, and the difference that decides."""
+    """Print one row per variant and task: scores under the trained option, and the difference that decides."""
     print(f"{'variant':18} {'task':16} {'gold greedy':>11} {'contains':>9} {'gold NLL':>9}  contains - unadapted full")
     for name, stages in result["tasks"].items():
         for option, found in stages["unadapted"]["options"].items():
             row = [found[metric]["value"]["mean"] for metric in ("gold_greedy", "containment", "gold_nll")]
             print(f"{'stock ' + option:18.18} {name:16} {row[0]:11.3f} {row[1]:9.3f} {row[2]:9.3f}")
     for variant, run in result["variants"].items():
-        encoding = run["config"]["encoding"]
+        option = run["train_option"]
         for name, found in run["tasks"].items():
-            values = found["adapted"][encoding]
+            values = found["adapted"][option]
             row = [values[metric]["mean"] for metric in ("gold_greedy", "containment", "gold_nll")]
-            difference = found["against_unadapted_full"][encoding]["containment"]
+            difference = found["against_unadapted_full"][option]["containment"]
             print(
                 f"{variant:18} {name:16} {row[0]:11.3f} {row[1]:9.3f} {row[2]:9.3f}  "
                 f"{difference['mean']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]"

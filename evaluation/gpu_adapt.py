@@ -28,13 +28,13 @@ from tasks import TASKS
 
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.workflow import REPORT_NAME, SAMPLES_NAME, AdaptRequest, prepare_samples, run_adapt
-from lazyattention.config import EngineConfig
+from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.scoring import score
 from lazyattention.models.loaded_model import LoadedModel
 from lazyattention.models.loader import load_model
 from lazyattention.quality.measure import MeasureConfig, measure, read_records
-from lazyattention.quality.options import FULL_ATTENTION
+from lazyattention.quality.options import FULL_ATTENTION, reuse_option
 from lazyattention.quality.report import loss_of, summarize, summarize_against
 from lazyattention.quality.statistics import paired_difference
 from lazyattention.utils.environment import describe_environment
@@ -117,7 +117,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--adapter", type=Path, help="measure this adapter in place of training one")
     parser.add_argument("--tasks", nargs="+", default=["nq-10", "nq-20", "hotpotqa-10"])
     parser.add_argument("--num-questions", type=int, nargs="+", default=[200, 100, 100], help="per task")
-    parser.add_argument("--options", nargs="+", default=["after_preamble", "isolated"])
+    parser.add_argument(
+        "--options", nargs="+", default=["after_preamble", "isolated"], help="reuse options; composed: a+b"
+    )
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=50)
     parser.add_argument("--num-plain", type=int, default=50, help="plain texts")
@@ -131,7 +133,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--objective", default="distill")
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations: faster, more memory")
-    parser.add_argument("--encoding", default="after_preamble")
+    parser.add_argument("--train-option", default="after_preamble", help="reuse option that is trained; composed: a+b")
     parser.add_argument("--full-share", type=float, default=0.2)
     parser.add_argument("--question-weight", type=float, default=0.1)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
@@ -261,7 +263,7 @@ def adapt_request(arguments: argparse.Namespace, output: Path, num_questions: in
         max_tokens=arguments.max_tokens,
         config=AdaptConfig(
             objective=arguments.objective,
-            encoding=arguments.encoding,
+            chunk=reuse_option(arguments.train_option).chunk_options(ChunkOptions()),
             rank=arguments.rank,
             alpha=2 * arguments.rank,
             full_share=arguments.full_share,
@@ -284,7 +286,7 @@ def compare(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
         after = read_records(arguments.out / "adapted" / name)
         against = summarize_against(after, before)
         result["against_unadapted_full"][name] = against
-        trained = against["options"][arguments.encoding]
+        trained = against["options"].get(arguments.train_option, {})
         result["retained_share"][name] = trained.get("containment", {}).get("retained_share")
     plain = result["plain_text_nll"]
     difference = paired_difference(plain["adapted"], plain["unadapted"])
@@ -308,7 +310,7 @@ def print_table(result: dict[str, Any]) -> None:
         against = result["against_unadapted_full"][name]["options"]
         for option, metrics in against.items():
             difference = metrics["containment"]["difference"]
-            label = f"adapted {option} - unadapted {FULL_ATTENTION.name}"
+            label = f"adapted {option} - unadapted {FULL_ATTENTION}"
             print(f"{'':12} {label}: {difference['mean']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]")
     print(f"retained share (containment): {result['retained_share']}")
     difference = result["plain_text_nll_difference"]

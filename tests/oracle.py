@@ -5,10 +5,11 @@ Every span is computed at its true positions. A document's span is an ordinary c
 over the preamble and the document, the preamble moved up so that it ends where the document begins: all positions of
 such a pass shift together, which changes no score in it, and so the document's keys come out at their true positions
 without ever being turned by us. Text then runs over the keys and values of everything before it, in transformers' own
-cache and under its own causal (and sliding) mask, which is right because positions are contiguous.
+cache and under its own causal (and sliding) mask, or one made of positions where these are not contiguous.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -21,6 +22,33 @@ from lazyattention.reuse import PromptLayout
 TOLERANCE = 2e-5
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # each [1, num_kv_heads, num_tokens, head_dim]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a prompt's logits depend on besides its tokens; ChunkOptions in the oracle's own words.
+
+    Attributes:
+        encoding: "isolated", "after_preamble", or "full": ordinary causal attention over everything.
+        separator: Tokens at each document's end.
+        sink: Tokens that each document is computed behind, and nobody else sees.
+        num_hidden: First tokens of each document that nobody else sees.
+        is_parallel: Neighbouring documents start at the same position.
+    """
+
+    encoding: str = "after_preamble"
+    separator: tuple[int, ...] = ()
+    sink: tuple[int, ...] = ()
+    num_hidden: int = 0
+    is_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys and values that later text sees, and where they stand."""
+
+    layers: list[LayerKV]
+    positions: range
 
 
 class ChunkOracle:
@@ -37,16 +65,17 @@ class ChunkOracle:
         layout: PromptLayout,
         output_token_ids: Sequence[int] = (),
         *,
-        encoding: str,
+        encoding: str = "after_preamble",
+        mask: Mask | None = None,
         chosen_pages: Sequence[Sequence[int]] | None = None,
         page_size: int = 0,
     ) -> torch.Tensor:
         """Logits `[1 + num_output_tokens, vocab_size]` of the prompt's last token and of each output token.
 
-        `encoding` is "isolated", "after_preamble", or "full": ordinary causal attention over everything. Of each span,
-        `chosen_pages` of `page_size` tokens are computed over everything before them; what is stored stays as it is.
+        `encoding` is short for a mask with nothing else. Of each span, `chosen_pages` of `page_size` visible tokens are
+        computed over everything before them; what is stored stays as it is.
         """
-        parts, start = self._context(layout, encoding, chosen_pages, page_size)
+        parts, start = self._context(layout, mask or Mask(encoding), chosen_pages, page_size)
         last = layout.spans[-1].token_ids
         logits, _ = self._run((*last, *output_token_ids), start, parts)
         return logits[len(last) - 1 :]
@@ -54,7 +83,7 @@ class ChunkOracle:
     @torch.inference_mode()
     def question_attention(self, layout: PromptLayout, *, encoding: str) -> torch.Tensor:
         """Probabilities `[num_tokens_before_the_question]` that the last span gives each token, summed over all else."""
-        parts, start = self._context(layout, encoding, None, 0)
+        parts, start = self._context(layout, Mask(encoding))
         output = self._call(layout.spans[-1].token_ids, start, parts, output_attentions=True)[0]
         # Layers with a sliding window keep, and so return, the newest keys only.
         columns = [torch.nn.functional.pad(a[0], (start + a.shape[2] - a.shape[3], 0)) for a in output.attentions]
@@ -63,53 +92,56 @@ class ChunkOracle:
     @torch.inference_mode()
     def kv_deviation(self, layout: PromptLayout, *, encoding: str, layer_idx: int = 1) -> torch.Tensor:
         """Distance `[num_tokens_before_the_question]` of each token's keys and values to those of full attention."""
-        stored, full = (self._context(layout, name, None, 0)[0] for name in (encoding, "full"))
+        stored, full = (self._context(layout, Mask(name))[0] for name in (encoding, "full"))
         squares = 0
         for which in (0, 1):
-            difference = torch.cat([part[layer_idx][which] for part in stored], dim=2)
-            difference = difference - torch.cat([part[layer_idx][which] for part in full], dim=2)
+            difference = torch.cat([part.layers[layer_idx][which] for part in stored], dim=2)
+            difference = difference - torch.cat([part.layers[layer_idx][which] for part in full], dim=2)
             squares = squares + difference[0].square().sum(dim=(0, 2))
         return squares.sqrt()
 
     def _context(
         self,
         layout: PromptLayout,
-        encoding: str,
-        chosen_pages: Sequence[Sequence[int]] | None,
-        page_size: int,
-    ) -> tuple[list[list[LayerKV]], int]:
-        """Keys and values of everything before the last span, and its number of tokens."""
+        mask: Mask,
+        chosen_pages: Sequence[Sequence[int]] | None = None,
+        page_size: int = 0,
+    ) -> tuple[list[Part], int]:
+        """Keys and values of everything before the last span, and the position of that."""
         spans = list(layout.spans)
         preamble: tuple[int, ...] = ()
-        if encoding == "after_preamble" and spans[0].is_preamble and any(span.is_document for span in spans):
+        if mask.encoding == "after_preamble" and spans[0].is_preamble and any(span.is_document for span in spans):
             preamble = spans[0].token_ids
-        parts: list[list[LayerKV]] = []
-        start = 0
+        parts: list[Part] = []
+        start, first, behind = 0, 0, 0  # of this span; of the first of neighbouring documents; behind all so far
         for index, span in enumerate(spans[:-1]):
-            if not span.token_ids:
+            token_ids = span.token_ids
+            if not token_ids:
                 continue
-            if encoding == "full" or not span.is_document:
-                _, new = self._run(span.token_ids, start, parts)
+            if not span.is_document or mask.encoding == "full":
+                start = behind
+                _, layers = self._run(token_ids, start, parts)
+                parts.append(Part(layers, range(start, start + len(token_ids))))
+                first = start + len(token_ids)
             else:
-                _, new = self._run((*preamble, *span.token_ids), start - len(preamble), [])
-                new = [(k[:, :, len(preamble) :], v[:, :, len(preamble) :]) for k, v in new]
+                token_ids = (*token_ids, *mask.separator)
+                start = first if mask.is_parallel else behind
+                before = (*preamble, *mask.sink)
+                _, layers = self._run((*before, *token_ids), start - len(before), [])
+                hidden = min(mask.num_hidden, len(token_ids) - 1)
                 chosen = chosen_pages[index] if chosen_pages else ()
-                for page in range(-(-len(span.token_ids) // page_size) if chosen else 0):
-                    here = slice(page * page_size, (page + 1) * page_size)
-                    own = [(k[:, :, here], v[:, :, here]) for k, v in new]
+                size = page_size if chosen else len(token_ids)
+                for page, begin in enumerate(range(hidden, len(token_ids), size)):
+                    here = range(begin, min(begin + size, len(token_ids)))
+                    seen = slice(len(before) + begin, len(before) + here.stop)
+                    own = [(k[:, :, seen], v[:, :, seen]) for k, v in layers]
                     if page in chosen:
-                        _, own = self._run(span.token_ids[here], start + here.start, parts)
-                    parts.append(own)
-                if chosen:
-                    start += len(span.token_ids)
-                    continue
-            parts.append(new)
-            start += len(span.token_ids)
-        return parts, start
+                        _, own = self._run(token_ids[begin : here.stop], start + begin, parts)
+                    parts.append(Part(own, range(start + begin, start + here.stop)))
+            behind = max(behind, start + len(token_ids))
+        return parts, behind
 
-    def _run(
-        self, token_ids: Sequence[int], start: int, parts: Sequence[list[LayerKV]]
-    ) -> tuple[torch.Tensor, list[LayerKV]]:
+    def _run(self, token_ids: Sequence[int], start: int, parts: Sequence[Part]) -> tuple[torch.Tensor, list[LayerKV]]:
         """One causal pass at positions `start ...` over earlier parts; return its logits, its own keys and values."""
         output, cache = self._call(token_ids, start, parts)
         num_new = len(token_ids)
@@ -119,10 +151,14 @@ class ChunkOracle:
 
     def _call(self, token_ids, start, parts, **more):
         cache = DynamicCache()
-        for layer_idx, layer in enumerate(zip(*parts, strict=True)):
+        for layer_idx, layer in enumerate(zip(*(part.layers for part in parts), strict=True)):
             k, v = (torch.cat(tensors, dim=2) for tensors in zip(*layer, strict=True))
             cache.update(k, v, layer_idx)
         positions = torch.arange(start, start + len(token_ids))
+        keys = [position for part in parts for position in part.positions]
+        # Transformers' own mask counts keys, which is as good as positions only where none is missing.
+        if keys and keys != list(range(start - len(keys), start)):
+            more["attention_mask"] = self._mask(positions, torch.tensor(keys))
         output = self._model(
             input_ids=torch.tensor([list(token_ids)]),
             position_ids=positions[None],
@@ -131,6 +167,22 @@ class ChunkOracle:
             **more,
         )
         return output, cache
+
+    def _mask(self, positions: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Additive masks `[1, 1, num_tokens, num_keys]` by where everything stands, as the model's layers want them."""
+        distance = positions[:, None] - torch.cat((earlier, positions))[None]
+        window = getattr(self._model.config, "sliding_window", None)
+        full = distance >= 0
+        kinds = {"full_attention": full, "sliding_attention": full if window is None else full & (distance < window)}
+        lowest = torch.finfo(self._model.dtype).min
+        masks = {
+            name: torch.zeros(seen.shape, dtype=self._model.dtype).masked_fill(~seen, lowest)[None, None]
+            for name, seen in kinds.items()
+        }
+        layer_types = set(getattr(self._model.config, "layer_types", None) or ())
+        if len(layer_types) > 1:
+            return masks
+        return masks[layer_types.pop() if layer_types else "sliding_attention"]
 
 
 class LogitsRecorder:

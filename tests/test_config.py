@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lazyattention.config import CacheConfig, EngineConfig, SchedulerConfig
+from lazyattention.config import CacheConfig, ChunkOptions, EngineConfig, SchedulerConfig
 from lazyattention.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def test_wrong_options_are_named(options, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [CacheConfig, SchedulerConfig, EngineConfig])
+@pytest.mark.parametrize("kind", [CacheConfig, SchedulerConfig, ChunkOptions, EngineConfig])
 def test_every_option_has_a_help_text(kind):
     for field in dataclasses.fields(kind):
-        assert field.name in ("cache", "scheduler") or field.metadata["help"].endswith(".")
+        assert field.name in ("cache", "scheduler", "chunk") or field.metadata["help"].endswith(".")

@@ -4,7 +4,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lazyattention.config import CacheConfig, EngineConfig, SchedulerConfig
+from lazyattention.config import CacheConfig, ChunkOptions, EngineConfig, SchedulerConfig
 from lazyattention.documents.document import Document
 from lazyattention.errors import (
     CapacityError,
@@ -25,6 +25,7 @@ __all__ = [
     "LLM",
     "CacheConfig",
     "CapacityError",
+    "ChunkOptions",
     "ConfigError",
     "Document",
     "EngineConfig",

@@ -8,6 +8,7 @@ from typing import Any
 from lazyattention.errors import ConfigError
 
 ENCODINGS = ("after_preamble", "isolated")
+POSITIONS = ("contiguous", "parallel")
 DOCUMENT_PLACES = ("first_user", "last_user", "system")
 
 
@@ -21,13 +22,6 @@ def _check_positive(config: object, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
             raise ConfigError(f"{name} must be a positive number, got {value!r}")
-
-
-def check_encoding(encoding: str) -> str:
-    """Return `encoding` if it is one; ConfigError otherwise."""
-    if encoding not in ENCODINGS:
-        raise ConfigError(f"encoding must be one of {', '.join(ENCODINGS)}, got {encoding!r}")
-    return encoding
 
 
 def _check_choice(config: object, name: str, allowed: tuple[str, ...]) -> None:
@@ -88,16 +82,50 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOptions:
+    """How documents are encoded, placed and looked at when they are reused. All of it is exact: the same for every chunk method.
+
+    Full attention knows no chunks: of these options only the separator reaches it.
+
+    Attributes:
+        encoding: What a chunk sees when it is encoded: "after_preamble" (the text before the first document) or
+            "isolated" (nothing else).
+        separator: Text put behind each document, as the end of its last chunk.
+        positions: Where documents stand: "contiguous" (one behind the other) or "parallel" (neighbours all start at the
+            same position; the text after them goes on behind the longest).
+        num_hidden: First tokens of each chunk that only the chunk itself sees; at least one token stays visible.
+        sink: Tokens encoded in front of each chunk, which only the chunk itself sees and which are no part of the
+            prompt: "bos", a text, or "" for none.
+    """
+
+    encoding: str = field(default="after_preamble", metadata=_doc("What a chunk sees when encoded.", choices=ENCODINGS))
+    separator: str = field(default="", metadata=_doc("Text put behind each document."))
+    positions: str = field(default="contiguous", metadata=_doc("Where documents stand.", choices=POSITIONS))
+    num_hidden: int = field(default=0, metadata=_doc("First tokens of each chunk that only the chunk itself sees."))
+    sink: str = field(
+        default="", metadata=_doc('What only the chunk behind it sees, outside the prompt: "bos" or a text.')
+    )
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "encoding", ENCODINGS)
+        _check_choice(self, "positions", POSITIONS)
+        for name in ("separator", "sink"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} must be a text, got {getattr(self, name)!r}")
+        if isinstance(self.num_hidden, bool) or not isinstance(self.num_hidden, int) or self.num_hidden < 0:
+            raise ConfigError(f"num_hidden must be a whole number of at least 0, got {self.num_hidden!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine needs besides the model.
 
     Attributes:
         cache: KV memory.
         scheduler: Batch limits.
+        chunk: How documents are encoded, placed and looked at; requests may bring their own.
         reuse_method: Name of a reuse method: rotate_query, rotate_key, copy_rotate, chunk_recompute, prefix,
             full_recompute.
-        encoding: What a chunk sees when it is encoded: "after_preamble" (the text before the first document) or
-            "isolated" (nothing else).
         recompute: Which pages of stored documents each request computes anew, unless it says otherwise: "first:TOKENS",
             "deviation:SHARE", "attention:SHARE"; None = none.
         max_loss: Reuse only if it was measured to make answers at most this much less likely, in nats per answer token;
@@ -113,8 +141,8 @@ class EngineConfig:
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    chunk: ChunkOptions = field(default_factory=ChunkOptions)
     reuse_method: str = field(default="rotate_query", metadata=_doc("How stored KV is used at a new position."))
-    encoding: str = field(default="after_preamble", metadata=_doc("What a chunk sees when encoded.", choices=ENCODINGS))
     recompute: str | None = field(
         default=None,
         metadata=_doc(
@@ -135,7 +163,6 @@ class EngineConfig:
     cuda_graphs: bool | None = field(default=None, metadata=_doc("Run small steps as CUDA graphs; default: on a GPU."))
 
     def __post_init__(self) -> None:
-        _check_choice(self, "encoding", ENCODINGS)
         _check_choice(self, "documents_place", DOCUMENT_PLACES)
         _check_positive(self, "max_loss")
         if self.chat_template is not None and self.chat_template != "plain" and "{" not in self.chat_template:
@@ -147,25 +174,22 @@ class EngineConfig:
 
         Args:
             base: Start from these values; None = defaults.
-            **options: Field names of CacheConfig, SchedulerConfig or EngineConfig.
+            **options: Field names of CacheConfig, SchedulerConfig, ChunkOptions or EngineConfig.
 
         Raises:
             ConfigError: An option is unknown (the nearest name is suggested) or a value is not allowed.
         """
         config = base or cls()
-        parts: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "": {}}
-        owners = {f.name: "cache" for f in fields(CacheConfig)} | {f.name: "scheduler" for f in fields(SchedulerConfig)}
+        nested = {"cache": CacheConfig, "scheduler": SchedulerConfig, "chunk": ChunkOptions}
+        owners = {f.name: part for part, kind in nested.items() for f in fields(kind)}
         owners |= {f.name: "" for f in fields(cls)}
+        parts: dict[str, dict[str, Any]] = {part: {} for part in ("", *nested)}
         for name, value in options.items():
             if name not in owners:
                 raise ConfigError(_unknown_option(name, sorted(owners)))
             parts[owners[name]][name] = value
-        return replace(
-            config,
-            cache=replace(config.cache, **parts["cache"]),
-            scheduler=replace(config.scheduler, **parts["scheduler"]),
-            **parts[""],
-        )
+        config = replace(config, **parts.pop(""))
+        return replace(config, **{part: replace(getattr(config, part), **given) for part, given in parts.items()})
 
 
 def _unknown_option(name: str, known: list[str]) -> str:

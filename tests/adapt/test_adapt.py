@@ -21,14 +21,16 @@ from lazyattention.adapt.samples import Sample
 from lazyattention.adapt.trainer import Trainer, cut_by_tokens, split_samples
 from lazyattention.adapt.workflow import AdaptRequest, run_adapt
 from lazyattention.cli import app
-from lazyattention.config import EngineConfig
+from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.scoring import generate, score
 from lazyattention.errors import ConfigError, LazyAttentionError, UnsupportedError
 from lazyattention.models.loaded_model import wrap_model
 from lazyattention.models.loader import load_model
 from lazyattention.quality.examples import read_examples
+from lazyattention.reuse import Chunking, SpanUse
 
+ISOLATED = Chunking(ChunkOptions(encoding="isolated"))
 SMALL = AdaptConfig(rank=8, alpha=16, learning_rate=3e-3, batch_size=4, max_steps=6, eval_steps=3, held_out=2)
 MODEL = {"num_hidden_layers": 2, "max_position_embeddings": 4096, "hidden_size": 32, "intermediate_size": 48}
 
@@ -215,7 +217,7 @@ def test_every_prompt_is_seen_once_an_epoch_and_some_with_full_attention(tmp_pat
     trainer = trainer_of(tmp_path, replace(SMALL, batch_size=2, full_share=0.5, held_out=2), num_samples=42)
     rows = [row for step in range(20) for row in trainer._rows_of_step(step)]
     assert len({tuple(row.layout.token_ids) for row in rows}) == 40
-    num_full = sum(row.reuse_method == "full_recompute" for row in rows)
+    num_full = sum(all(planned.use is SpanUse.TEXT for planned in row.plan.spans) for row in rows)
     assert 8 < num_full < 32
     held = {tuple(sample.layout.token_ids) for sample in trainer.held_out}
     assert not held & {tuple(row.layout.token_ids) for row in rows}
@@ -233,7 +235,7 @@ def test_a_prompt_given_twice_is_not_trained_on_when_held_out():
 
 
 def test_forward_passes_stay_within_their_tokens():
-    rows = [TrainingRow(prompt(f"t{n}"), (1,), "rotate_query", "isolated") for n in (3, 4, 9, 30, 31, 2)]
+    rows = [TrainingRow.of(prompt(f"t{n}"), (1,), "rotate_query", ISOLATED) for n in (3, 4, 9, 30, 31, 2)]
     parts = cut_by_tokens(rows, 20)
     assert [row for part in parts for row in part] == rows
     assert [len(part) for part in parts] == [3, 1, 1, 1]
@@ -241,8 +243,8 @@ def test_forward_passes_stay_within_their_tokens():
 
 def test_the_objectives_are_what_they_say():
     rows = [
-        TrainingRow(prompt("p3 d9 t5"), (7, 8), "rotate_query", "isolated"),
-        TrainingRow(prompt("t4"), (9,), "rotate_query", "isolated"),
+        TrainingRow.of(prompt("p3 d9 t5"), (7, 8), "rotate_query", ISOLATED),
+        TrainingRow.of(prompt("t4"), (9,), "rotate_query", ISOLATED),
     ]
     batch = make_batch(rows, [])
     torch.manual_seed(1)
@@ -316,14 +318,13 @@ def test_the_isolated_encoding_is_trained_as_such(tmp_path, monkeypatch):
         return batch
 
     monkeypatch.setattr(workflow, "make_batch", note)
-    run_adapt(load_tiny(), request_of(tmp_path, replace(SMALL, encoding="isolated", max_steps=1)))
+    run_adapt(load_tiny(), request_of(tmp_path, replace(SMALL, chunk=ChunkOptions(encoding="isolated"), max_steps=1)))
     assert seen == {0}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encoding": "alone"}, "encoding must be one of"),
         ({"full_share": 1.5}, "full_share"),
         ({"max_minutes": 0}, "max_minutes"),
         ({"rank": -1}, "rank"),

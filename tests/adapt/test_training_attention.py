@@ -9,9 +9,11 @@ from fixtures.tiny_engine import loaded_tiny, make_engine, prompt
 from fixtures.tiny_models import tiny_model
 from lazyattention.adapt.attention import TRAINING_ATTENTION_NAME
 from lazyattention.adapt.rows import TrainingRow, make_batch
+from lazyattention.config import ChunkOptions
 from lazyattention.engine.scoring import score
 from lazyattention.errors import UnsupportedError
 from lazyattention.models.rope import layer_rotaries
+from lazyattention.reuse import Chunking
 
 ANSWER = (7, 90, 3, 200, 41)
 PROMPTS = [
@@ -24,7 +26,15 @@ PROMPTS = [
     "p17 d8 t3",
     "t29",
 ]
-WAYS = [("rotate_query", "after_preamble"), ("rotate_query", "isolated"), ("full_recompute", "after_preamble")]
+ISOLATED = Chunking(ChunkOptions(encoding="isolated"))
+WAYS = [("rotate_query", Chunking()), ("rotate_query", ISOLATED), ("full_recompute", Chunking())]
+OPTIONS = [
+    ChunkOptions(separator="the log\n"),
+    ChunkOptions(positions="parallel"),
+    ChunkOptions(num_hidden=4),
+    ChunkOptions(encoding="isolated", sink="bos"),
+    ChunkOptions(separator="log", positions="parallel", num_hidden=9, sink="the log\n"),
+]
 FAMILIES = [
     ("llama", "default"),
     ("qwen3", "default"),
@@ -54,8 +64,8 @@ def training_logprobs(model, rows):
 
 def error_against_engine(engine, model, prompts, way):
     layouts = [prompt(words) for words in prompts]
-    rows = [TrainingRow(layout, ANSWER, *way) for layout in layouts]
-    want = score(engine, layouts, [ANSWER] * len(layouts), reuse_method=way[0], encoding=way[1])
+    rows = [TrainingRow.of(layout, ANSWER, *way) for layout in layouts]
+    want = score(engine, layouts, [ANSWER] * len(layouts), reuse_method=way[0], chunk_options=way[1].options)
     got = training_logprobs(model, rows)
     return max((w.logprobs.double() - g.double()).abs().max().item() for w, g in zip(want, got, strict=True))
 
@@ -65,6 +75,15 @@ def test_logits_equal_the_engines_in_float64(way):
     engine = make_engine(loaded_tiny(num_hidden_layers=2))
     model = tiny_model(num_hidden_layers=2).double()
     assert error_against_engine(engine, model, PROMPTS, way) < 1e-4  # the engine's sampler sees float32
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("model_type", "variant"), [("llama", "default"), ("gemma3_text", "a table per layer type")])
+def test_every_chunk_option_is_trained_as_it_is_served(options, model_type, variant):
+    engine = make_engine(loaded_tiny(model_type, variant))
+    model = tiny_model(model_type, variant).double()
+    way = ("rotate_query", engine.prompts.chunking(options))
+    assert error_against_engine(engine, model, PROMPTS, way) < 2e-4
 
 
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
@@ -112,7 +131,7 @@ def flex_attention(query, key, value, visibility, scale, window, softcap, sinks)
 
 @pytest.mark.parametrize(("model_type", "variant"), [family for family in FAMILIES if family[0] != "gemma2"])
 def test_flex_attention_gives_the_same_outputs(model_type, variant, monkeypatch):
-    rows = [TrainingRow(prompt(PROMPTS[index % 2]), ANSWER, *way) for index, way in enumerate(WAYS)]
+    rows = [TrainingRow.of(prompt(PROMPTS[index % 2]), ANSWER, *way) for index, way in enumerate(WAYS)]
     model = tiny_model(model_type, variant)
     with torch.no_grad():
         want = training_logprobs(model, rows)
@@ -125,7 +144,7 @@ def test_flex_attention_gives_the_same_outputs(model_type, variant, monkeypatch)
 def test_gradients_pass():
     model = tiny_model(num_hidden_layers=2)
     model.get_input_embeddings().requires_grad_(True)
-    rows = [TrainingRow(prompt("p11 d9 d16 t5"), ANSWER, *WAYS[0]), TrainingRow(prompt("t2"), (5,), *WAYS[0])]
+    rows = [TrainingRow.of(prompt("p11 d9 d16 t5"), ANSWER, *WAYS[0]), TrainingRow.of(prompt("t2"), (5,), *WAYS[0])]
     got = training_logprobs(model, rows)
     sum(part.sum() for part in got).backward()
     gradient = model.get_input_embeddings().weight.grad
@@ -136,7 +155,7 @@ def test_gradients_pass():
 
 def test_rows_of_different_masks_share_a_batch():
     model = tiny_model(num_hidden_layers=2).double()
-    rows = [TrainingRow(prompt(PROMPTS[0]), ANSWER, *way) for way in WAYS]
+    rows = [TrainingRow.of(prompt(PROMPTS[0]), ANSWER, *way) for way in WAYS]
     together = training_logprobs(model, rows)
     for row, got in zip(rows, together, strict=True):
         torch.testing.assert_close(got, training_logprobs(model, [row])[0], rtol=0, atol=1e-6)
@@ -144,7 +163,7 @@ def test_rows_of_different_masks_share_a_batch():
 
 def test_targets_and_masks_point_at_question_and_answer():
     layout = prompt("p11 d9 t5")
-    batch = make_batch([TrainingRow(layout, ANSWER, *WAYS[0]), TrainingRow(prompt("t9"), (5, 6), *WAYS[0])], [])
+    batch = make_batch([TrainingRow.of(layout, ANSWER, *WAYS[0]), TrainingRow.of(prompt("t9"), (5, 6), *WAYS[0])], [])
     tokens = batch.input_ids[0]
     for row, question, answer in (
         (0, layout.spans[-1].token_ids, ANSWER),
@@ -159,7 +178,7 @@ def test_targets_and_masks_point_at_question_and_answer():
 def test_what_would_change_the_mathematics_is_refused():
     model = tiny_model(num_hidden_layers=1)
     model.set_attn_implementation(TRAINING_ATTENTION_NAME)
-    batch = make_batch([TrainingRow(prompt("t9"), (5, 6), *WAYS[0])], layer_rotaries(model))
+    batch = make_batch([TrainingRow.of(prompt("t9"), (5, 6), *WAYS[0])], layer_rotaries(model))
     with pytest.raises(UnsupportedError, match="position_bias"):
         model(
             input_ids=batch.input_ids,

@@ -90,7 +90,7 @@ def test_allocation_is_all_or_nothing(cache):
 
 def test_half_a_chunk_is_dropped_with_its_last_user_and_lets_go_of_its_preamble(cache):
     preamble = insert(cache, [1, 2, 3])
-    half = insert(cache, [7, 8, 9], base=3, preamble=preamble, ready=False)
+    half = insert(cache, [7, 8, 9], context=[preamble], ready=False)
     cache.release_chunk(preamble)
     assert preamble.num_users == 1
     cache.release_chunk(half)
@@ -102,7 +102,7 @@ def test_half_a_chunk_is_dropped_with_its_last_user_and_lets_go_of_its_preamble(
 
 def test_a_ready_chunk_outlives_the_preamble_it_was_encoded_after(cache):
     preamble = insert(cache, [1, 2, 3])
-    chunk = insert(cache, [7, 8, 9], base=3, preamble=preamble)
+    chunk = insert(cache, [7, 8, 9], context=[preamble])
     for held in (preamble, chunk):
         cache.release_chunk(held)
     cache.pin_chunk(chunk, None)

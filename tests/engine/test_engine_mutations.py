@@ -109,20 +109,24 @@ def merge_in_base_two(monkeypatch):
 
 def encode_at_position_zero(monkeypatch):
     original = CacheManager.insert_chunk
-    monkeypatch.setattr(
-        CacheManager,
-        "insert_chunk",
-        lambda self, key, ids, *, base, **more: original(self, key, ids, base=0, **more),
-    )
+
+    def insert(self, *arguments, **more):
+        chunk = original(self, *arguments, **more)
+        chunk.base = 0
+        return chunk
+
+    monkeypatch.setattr(CacheManager, "insert_chunk", insert)
 
 
 def forget_the_preamble(monkeypatch):
     original = CacheManager.insert_chunk
-    monkeypatch.setattr(
-        CacheManager,
-        "insert_chunk",
-        lambda self, key, ids, *, preamble, **more: original(self, key, ids, preamble=None, **more),
-    )
+
+    def insert(self, key, ids, *, context, **more):
+        chunk = original(self, key, ids, context=(), **more)
+        chunk.base = sum(before.num_tokens for before in context)
+        return chunk
+
+    monkeypatch.setattr(CacheManager, "insert_chunk", insert)
 
 
 def leave_the_preamble_where_it_stands(monkeypatch):
@@ -176,7 +180,7 @@ def let_documents_see_each_other(monkeypatch):
 
     def add(builder, piece):
         original(builder, piece)
-        if piece.chunk.preamble is None:
+        if not piece.chunk.context:
             first.clear()
         elif not first:
             first.append(piece.chunk)

@@ -4,6 +4,7 @@ request ends exactly once, with the tokens it would have had alone, and no block
 """
 
 import contextlib
+import itertools
 from collections import Counter
 
 import pytest
@@ -69,23 +70,26 @@ class Schedules(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([1, 3, 8, 64]),
         max_num_seqs=st.sampled_from([1, 2, 5, 64]),
         encoding=st.sampled_from(["after_preamble", "isolated"]),
+        num_hidden=st.sampled_from([0, 0, 3]),
+        sink=st.sampled_from(["", "", "bos"]),
         chunk_ttl_s=st.sampled_from([None, 50.0]),
         max_skipped=st.sampled_from([1, 64]),
         keeps_plans=st.booleans(),
     )
-    def start(self, *, num_blocks, keeps_plans, encoding, **options):
-        self.engine = make_engine(num_blocks=num_blocks, block_size=4, encoding=encoding, **options)
+    def start(self, *, num_blocks, keeps_plans, **options):
+        self.engine = make_engine(num_blocks=num_blocks, block_size=4, **options)
         self.engine._checksums = None  # there are no tensors to check
         self.clock = self.engine.cache._clock = Clock()
         self.runner = SymbolicRunner(self.engine, keeps_plans=keeps_plans)
-        self.encoding = encoding
+        self.chunking = self.engine.prompts.chunking(self.engine.config.chunk)
         self.chosen_pages = {}
         choose = self.engine._admission.choose
 
         def choose_once(group, scores=None):
             assert group.request_id not in self.chosen_pages
             choose(group, scores)
-            self.chosen_pages[group.request_id] = group.chosen_pages
+            visible = [not planned.is_hidden for planned in group.plan.spans]
+            self.chosen_pages[group.request_id] = list(itertools.compress(group.chosen_pages, visible))
 
         self.engine._admission.choose = choose_once
 
@@ -189,9 +193,17 @@ class Schedules(RuleBasedStateMachine):
     def note(self, output):
         layout, method, params = self.live[output.request_id]
         assert output.request_id not in self.ended
-        seen = "full" if method in FULL_METHODS else self.encoding
-        pages = self.chosen_pages.get(output.request_id)
-        want = expected_tokens(layout, params.max_tokens, seen, pages, self.engine.cache.block_size)
+        options = self.chunking.options
+        seen = "full" if method in FULL_METHODS else options.encoding
+        want = expected_tokens(
+            layout,
+            params.max_tokens,
+            seen,
+            self.chosen_pages.get(output.request_id),
+            self.engine.cache.block_size,
+            num_hidden=options.num_hidden,
+            sink=self.chunking.sink,
+        )
         for completion in output.outputs:
             assert completion.token_ids == want[: len(completion.token_ids)], (output.request_id, method)
         if not output.finished:
@@ -216,7 +228,8 @@ class Schedules(RuleBasedStateMachine):
         cache.pool.check()
         spans = [span for sequence in scheduler.running for span in sequence.spans]
         held = [span.chunk for span in spans if span.chunk is not None]
-        chunks = set(cache.chunks) | set(held) | {c.preamble for c in set(cache.chunks) | set(held) if c.preamble}
+        chunks = set(cache.chunks) | set(held)
+        chunks |= {before for chunk in chunks for before in chunk.context}
         counts = Counter(block_id for chunk in chunks for block_id in chunk.block_ids)
         assert all(count == 1 for count in counts.values()), "two chunks share a block"
         counts.update(node.block_id for node in cache.texts)
@@ -224,7 +237,7 @@ class Schedules(RuleBasedStateMachine):
         assert counts == Counter({b: cache.pool.ref_count(b) for b in range(cache.pool.num_blocks) if b in counts})
         assert len(counts) == cache.pool.num_blocks - cache.pool.num_free, "a taken block belongs to nobody"
         users = Counter(held)
-        users.update(chunk.preamble for chunk in chunks if chunk.preamble is not None)
+        users.update(before for chunk in chunks for before in chunk.context)
         for chunk in chunks:
             assert chunk.num_users == users[chunk]
             may_go = chunk in cache.chunks and chunk.is_ready and not chunk.num_users and not chunk.is_pinned

@@ -216,7 +216,7 @@ def prefer(engine, page_of_span):
     """Let `attention` and `deviation` choose these pages first, whatever the evidence."""
 
     def scores(group, token_scores):
-        counts = engine._admission.page_counts(group.layout)
+        counts = engine._admission.page_counts(group.plan)
         return [[float(page in page_of_span(span)) for page in range(count)] for span, count in enumerate(counts)]
 
     engine._pages._page_scores = scores

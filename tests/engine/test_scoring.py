@@ -8,6 +8,7 @@ import torch
 
 from fixtures.tiny_engine import loaded_tiny, make_engine, prompt
 from fixtures.tiny_models import tiny_model
+from lazyattention.config import ChunkOptions
 from lazyattention.engine.scoring import generate, score
 from lazyattention.errors import ConfigError, RequestError
 from oracle import ChunkOracle
@@ -34,8 +35,10 @@ def engine():
 def test_scores_equal_the_oracle_in_one_engine_for_every_way(engine, reuse_method, encoding):
     for _ in range(2):  # cold, then over what is stored
         for method, other in WAYS:  # chunks of the other encoding lie beside
-            score(engine, LAYOUTS[:1], ANSWERS[:1], reuse_method=method, encoding=other)
-        scored = score(engine, LAYOUTS, ANSWERS, reuse_method=reuse_method, encoding=encoding)
+            score(engine, LAYOUTS[:1], ANSWERS[:1], reuse_method=method, chunk_options=ChunkOptions(encoding=other))
+        scored = score(
+            engine, LAYOUTS, ANSWERS, reuse_method=reuse_method, chunk_options=ChunkOptions(encoding=encoding)
+        )
         for layout, answer, got in zip(LAYOUTS, ANSWERS, scored, strict=True):
             mask = "full" if reuse_method == "full_recompute" else encoding
             want = oracle().logits(layout, answer[:-1], encoding=mask).log_softmax(dim=1)
@@ -46,7 +49,11 @@ def test_scores_equal_the_oracle_in_one_engine_for_every_way(engine, reuse_metho
 
 
 def test_the_masks_differ_so_that_equality_means_something(engine):
-    nlls = {way: score(engine, LAYOUTS[:1], ANSWERS[:1], reuse_method=way[0], encoding=way[1])[0].nll for way in WAYS}
+    nlls = {
+        way: score(engine, LAYOUTS[:1], ANSWERS[:1], reuse_method=way[0], chunk_options=ChunkOptions(encoding=way[1]))
+        for way in WAYS
+    }
+    nlls = {way: scored[0].nll for way, scored in nlls.items()}
     assert len({round(nll, 3) for nll in nlls.values()}) == 3
 
 
@@ -79,6 +86,6 @@ def test_wrong_arguments_are_named(engine):
         score(engine, LAYOUTS[:1], [()])
     with pytest.raises(RequestError, match=r"answers\[0\]"):
         score(engine, LAYOUTS[:1], [(384,)])
-    with pytest.raises(ConfigError, match="encoding must be one of"):
-        score(engine, LAYOUTS[:1], ANSWERS[:1], encoding="alone")
+    with pytest.raises(ConfigError, match="unknown reuse method"):
+        score(engine, LAYOUTS[:1], ANSWERS[:1], reuse_method="alone")
     assert not engine.has_work

@@ -7,14 +7,23 @@ import torch
 import lazyattention.adapt.attention as attention_module
 from fixtures.tiny_engine import prompt
 from lazyattention.adapt.rows import TrainingRow, make_batch
+from lazyattention.config import ChunkOptions
 from lazyattention.ops.rotary import LayerRotary
+from lazyattention.reuse import Chunking
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-WAYS = [("rotate_query", "after_preamble"), ("rotate_query", "isolated"), ("full_recompute", "after_preamble")]
+ISOLATED = Chunking(ChunkOptions(encoding="isolated"))
+HIDING = Chunking(ChunkOptions(num_hidden=3, sink="x", positions="parallel"), sink=(5, 6))
+WAYS = [
+    ("rotate_query", Chunking()),
+    ("rotate_query", ISOLATED),
+    ("rotate_query", HIDING),
+    ("full_recompute", Chunking()),
+]
 
 
 def inputs(visibility, num_q_heads, num_kv_heads, head_dim, dtype):
@@ -36,7 +45,7 @@ def test_flex_attention_equals_dense_masks(window, has_sinks, num_q_heads, num_k
     rotary = LayerRotary(inv_freq, head_dim, is_interleaved=False)
     sinks = torch.randn(num_q_heads, device="cuda", dtype=dtype) if has_sinks else None
     for lengths in ("p11 d9 d16 d33 t5", "p40 d129 d300 t20"):  # two lengths: the compiled kernel serves both
-        rows = [TrainingRow(prompt(lengths), (7, 9, 3), *way) for way in WAYS]
+        rows = [TrainingRow.of(prompt(lengths), (7, 9, 3), *way) for way in WAYS]
         visibility = make_batch(rows, [rotary], device="cuda").visibility
         q, k, v = inputs(visibility, num_q_heads, num_kv_heads, head_dim, dtype)
         found = []

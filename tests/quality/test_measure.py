@@ -14,6 +14,7 @@ from fixtures.tiny_engine import loaded_tiny, make_engine
 from fixtures.tiny_models import save_tiny, tiny_model
 from lazyattention import envs
 from lazyattention.cli import app
+from lazyattention.config import ChunkOptions
 from lazyattention.documents.document import Document
 from lazyattention.engine.gate import find_loss
 from lazyattention.engine.scoring import generate, score
@@ -55,9 +56,14 @@ def test_numbers_are_those_of_single_requests(tmp_path):
     alone = engine_of()
     full = generate(alone, [layout], max_tokens=4, reuse_method="full_recompute")[0]
     for name, encoding in (("after_preamble", "after_preamble"), ("isolated", "isolated")):
-        own = generate(alone, [layout], max_tokens=4, encoding=encoding)[0]
-        along = score(alone, [layout], [full.token_ids], encoding=encoding)[0]
-        gold = score(alone, [layout], [answer_token_ids(alone, layout, "in spring")], encoding=encoding)[0]
+        own = generate(alone, [layout], max_tokens=4, chunk_options=ChunkOptions(encoding=encoding))[0]
+        along = score(alone, [layout], [full.token_ids], chunk_options=ChunkOptions(encoding=encoding))[0]
+        gold = score(
+            alone,
+            [layout],
+            [answer_token_ids(alone, layout, "in spring")],
+            chunk_options=ChunkOptions(encoding=encoding),
+        )[0]
         found = records["b"].metrics[name]
         kl = torch.nn.functional.kl_div(along.logprobs, full.logprobs, reduction="none", log_target=True)
         assert found["nll"] == pytest.approx(along.nll, abs=1e-4)
@@ -107,7 +113,7 @@ def test_pages_of_the_engines_option_are_measured_and_remembered(tmp_path):
     with_pages = measure(engine, EXAMPLES[:2], CONFIG, tmp_path / "with")
     share = [one[0].metrics["after_preamble"]["computed_share"] for one in (measured, with_pages)]
     assert share[1] > share[0]
-    with pytest.raises(ConfigError, match="recompute"):
+    with pytest.raises(ConfigError, match="differs in options"):
         measure(engine, EXAMPLES[:2], CONFIG, tmp_path / "without")
     (tmp_path / "d.txt").write_text(" ".join(TEXTS))
     config = replace(CONFIG, options=("after_preamble", "recompute_first_16"))

@@ -67,7 +67,7 @@ def adapt_command(
 ) -> None:
     """Train an adapter, without labels, that takes back what reuse costs in answers.
 
-    The engine's options (encoding, chat template, chunk length) must be those it is served with. --seed also decides
+    The engine's options (of chunks, chat template, chunk length) must be those it is served with. --seed also decides
     questions, order and initial matrices.
     """
     from lazyattention.adapt.config import AdaptConfig
@@ -81,7 +81,7 @@ def adapt_command(
     engine_config = EngineConfig.of(None, **(engine_options or {}))
     config = AdaptConfig(
         objective=objective,
-        encoding=engine_config.encoding,
+        chunk=engine_config.chunk,
         rank=rank,
         alpha=2 * rank,
         learning_rate=learning_rate,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of adapting: what is learnt, from what, for how long."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
-from lazyattention.config import check_encoding
+from lazyattention.config import ChunkOptions
 from lazyattention.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ class AdaptConfig:
 
     Attributes:
         objective: "distill" (the model's own full-attention answers, no labels) or "labels" (gold answers).
-        encoding: What chunks see when encoded; the same as the engine's option, for which the adapter is made.
+        chunk: How documents are encoded, placed and looked at; the engine's options, for which the adapter is made.
         rank: Of the LoRA matrices.
         alpha: LoRA's scale is alpha / rank.
         learning_rate: At its highest, after warm-up; falls linearly.
@@ -32,7 +32,7 @@ class AdaptConfig:
     """
 
     objective: str = "distill"
-    encoding: str = "after_preamble"
+    chunk: ChunkOptions = field(default_factory=ChunkOptions)
     rank: int = 32
     alpha: int = 64
     learning_rate: float = 2e-4
@@ -50,12 +50,11 @@ class AdaptConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_encoding(self.encoding)
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for option in fields(self):
+            value = getattr(self, option.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            low = 0 if field.name in ("question_weight", "full_share", "seed", "warmup_steps") else 1e-12
+            low = 0 if option.name in ("question_weight", "full_share", "seed", "warmup_steps") else 1e-12
             if is_number and not value >= low:
-                raise ConfigError(f"{field.name} must be {'at least 0' if low == 0 else 'above 0'}, got {value!r}")
+                raise ConfigError(f"{option.name} must be {'at least 0' if low == 0 else 'above 0'}, got {value!r}")
         if self.full_share > 1:
             raise ConfigError(f"full_share must be in [0, 1], got {self.full_share}")

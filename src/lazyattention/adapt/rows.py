@@ -8,7 +8,7 @@ import torch
 
 from lazyattention.adapt.attention import TILE, ChunkVisibility, PackedPrompt
 from lazyattention.ops.rotary import LayerRotary
-from lazyattention.reuse import REUSE_METHODS, PromptLayout, SpanUse
+from lazyattention.reuse import REUSE_METHODS, Chunking, PromptLayout, ReusePlan, SpanUse
 
 _PADDED_SPAN = -1
 _NO_TEXT, _NO_KEY_TEXT = -2, -1
@@ -21,19 +21,24 @@ class TrainingRow:
     Attributes:
         layout: The prompt.
         answer: Token ids behind it.
-        reuse_method: "full_recompute" = full attention; any chunk method = the chunk mask.
-        encoding: What chunks see when encoded.
+        plan: Who sees whom, and where everything stands.
     """
 
     layout: PromptLayout
     answer: tuple[int, ...]
-    reuse_method: str
-    encoding: str
+    plan: ReusePlan
+
+    @classmethod
+    def of(
+        cls, layout: PromptLayout, answer: tuple[int, ...], reuse_method: str, chunking: Chunking | None = None
+    ) -> "TrainingRow":
+        """Plan a row: "full_recompute" = full attention; any chunk method = the chunk mask."""
+        return cls(layout, answer, REUSE_METHODS[reuse_method].plan(layout, chunking or Chunking()))
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer."""
-        return self.layout.num_tokens + len(self.answer)
+        """Prompt and answer, sinks included."""
+        return sum(len(planned.span.token_ids) for planned in self.plan.spans) + len(self.answer)
 
     @property
     def num_question_tokens(self) -> int:
@@ -90,20 +95,29 @@ class _Packed:
 
     def add(self, row: TrainingRow) -> None:
         """Append one row, spelling out its visibility."""
-        plan = REUSE_METHODS[row.reuse_method].plan(row.layout, row.encoding)
         number, first, first_extra = len(self.prompts), len(self.token_ids), len(self.extra_sources)
-        preamble = [] if plan.preamble_index is None else row.layout.spans[plan.preamble_index].token_ids
-        for index, (span, use) in enumerate(zip(row.layout.spans, plan.uses, strict=True)):
-            start = len(self.token_ids) - first
-            is_chunk = use is not SpanUse.TEXT and index != plan.preamble_index
-            self._add_tokens(span.token_ids, start, _NO_TEXT if is_chunk else number, number)
-            if is_chunk and span.token_ids:
-                self.extra_sources += range(first, first + len(preamble))
-                self.extra_deltas += [start - len(preamble)] * len(preamble)
-                self.extra_positions += range(start - len(preamble), start)
-                self.extra_spans += [self.num_spans] * len(preamble)
+        places: list[range] = []  # of each planned span's tokens
+        for planned in row.plan.spans:
+            is_chunk = planned.is_hidden or planned.use is not SpanUse.TEXT and planned.span.is_document
+            place = range(len(self.token_ids), len(self.token_ids) + len(planned.span.token_ids))
+            self._add_tokens(
+                planned.span.token_ids,
+                planned.start,
+                _NO_TEXT if is_chunk else number,
+                _NO_KEY_TEXT if planned.is_hidden else number,
+            )
+            # What a chunk sees ends where the chunk begins.
+            stands = planned.start - sum(len(places[index]) for index in planned.context)
+            for index in planned.context:
+                self.extra_sources += places[index]
+                self.extra_deltas += [stands - row.plan.spans[index].start] * len(places[index])
+                self.extra_positions += range(stands, stands + len(places[index]))
+                self.extra_spans += [self.num_spans] * len(places[index])
+                stands += len(places[index])
+            places.append(place)
             self.num_spans += 1
-        self._add_tokens(row.answer, len(self.token_ids) - first, number, number)
+        last = row.plan.spans[-1]
+        self._add_tokens(row.answer, last.start + len(last.span.token_ids), number, number)
         self.num_spans += 1
         end = len(self.token_ids)
         self.prompts.append(PackedPrompt(first, end, first_extra, len(self.extra_sources)))

@@ -23,6 +23,7 @@ from lazyattention.adapt.rows import TrainingBatch, TrainingRow, make_batch
 from lazyattention.adapt.samples import Sample
 from lazyattention.errors import ConfigError, LazyAttentionError
 from lazyattention.ops.rotary import LayerRotary
+from lazyattention.reuse import Chunking
 from lazyattention.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -69,6 +70,7 @@ class Trainer:
         config: AdaptConfig,
         folder: Path,
         *,
+        chunking: Chunking | None = None,
         pad_token_id: int = 0,
     ) -> None:
         """Split samples and find what an earlier run left in `folder`.
@@ -79,6 +81,7 @@ class Trainer:
         self.model, self.rotaries, self.config, self.folder = model, rotaries, config, folder
         self.objective = OBJECTIVES[config.objective]
         self.device = next(model.parameters()).device
+        self._chunking = chunking
         self._pad_token_id = pad_token_id
         self.training, self.held_out = split_samples(samples, config)
         self.params = [param for param in model.parameters() if param.requires_grad]
@@ -162,7 +165,7 @@ class Trainer:
         batch = make_batch(rows, self.rotaries, pad_token_id=self._pad_token_id, device=self.device)
         teacher = None
         if self.objective.needs_teacher:
-            full = [TrainingRow(row.layout, row.answer, FULL_METHOD, row.encoding) for row in rows]
+            full = [TrainingRow.of(row.layout, row.answer, FULL_METHOD) for row in rows]
             seen = make_batch(full, self.rotaries, pad_token_id=self._pad_token_id, device=self.device)
             with torch.no_grad(), self.model.disable_adapter():
                 teacher = self._logits(seen)
@@ -204,7 +207,9 @@ class Trainer:
         ]
 
     def _row(self, sample: Sample, method: str) -> TrainingRow:
-        return TrainingRow(sample.layout, sample.answer, method, self.config.encoding)
+        # Full attention is that of ordinary prompts, whatever the options.
+        chunking = self._chunking if method == STUDENT_METHOD else None
+        return TrainingRow.of(sample.layout, sample.answer, method, chunking)
 
     # Measuring, stopping, resuming -----------------------------------------------------------------------------------
 

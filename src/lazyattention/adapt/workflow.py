@@ -26,6 +26,7 @@ from lazyattention.quality.examples import QualityExample, read_examples
 from lazyattention.quality.measure import SHORT_ANSWERS
 from lazyattention.quality.progress import progress_bar
 from lazyattention.quality.questions import passages_of, write_questions
+from lazyattention.reuse import Chunking
 from lazyattention.utils.environment import describe_environment
 
 REPORT_NAME = "adapt.json"
@@ -82,15 +83,13 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
             "mask; leave recompute out, and use it when the adapter is served"
         )
     # Layers stay as they are: they are trained afterwards.
-    config = EngineConfig.of(
-        engine_config, encoding=request.config.encoding, compile=False, cuda_graphs=False, max_loss=None
-    )
+    config = EngineConfig.of(engine_config, chunk=request.config.chunk, compile=False, cuda_graphs=False, max_loss=None)
     engine = Engine(loaded, config)
     samples = prepare_samples(engine, request)
     attention_check_kl = _check_attention(engine, loaded, samples[:_NUM_CHECKED], request.config)
     engine.model_runner.kv_pool.layers.clear()
     sampling_s = time.perf_counter() - started_s
-    log, model = _train(loaded, samples, request)
+    log, model = _train(loaded, samples, request, engine.prompts.chunking(request.config.chunk))
     model.save_pretrained(str(request.output), save_embedding_layers=False)
     write_log(
         log,
@@ -176,12 +175,12 @@ def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Samp
         [sample.layout for sample in samples],
         [sample.answer for sample in samples],
         reuse_method=STUDENT_METHOD,
-        encoding=config.encoding,
+        chunk_options=config.chunk,
     )
     loaded.model.set_attn_implementation(TRAINING_ATTENTION_NAME)
     total = 0.0
     for sample, want in zip(samples, served, strict=True):
-        row = TrainingRow(sample.layout, sample.answer, STUDENT_METHOD, config.encoding)
+        row = TrainingRow.of(sample.layout, sample.answer, STUDENT_METHOD, engine.prompts.chunking(config.chunk))
         batch = make_batch([row], loaded.rotaries, device=loaded.device)
         with torch.no_grad():
             output: Any = loaded.model(
@@ -203,7 +202,9 @@ def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Samp
     return mean
 
 
-def _train(loaded: LoadedModel, samples: Sequence[Sample], request: AdaptRequest) -> tuple[TrainingLog, Any]:
+def _train(
+    loaded: LoadedModel, samples: Sequence[Sample], request: AdaptRequest, chunking: Chunking
+) -> tuple[TrainingLog, Any]:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -221,7 +222,9 @@ def _train(loaded: LoadedModel, samples: Sequence[Sample], request: AdaptRequest
     if checkpointing:
         _checkpoint_layers(loaded)
     pad_token_id = loaded.tokenizer.pad_token_id or 0
-    trainer = Trainer(model, loaded.rotaries, samples, config, request.output, pad_token_id=pad_token_id)
+    trainer = Trainer(
+        model, loaded.rotaries, samples, config, request.output, pad_token_id=pad_token_id, chunking=chunking
+    )
     with progress_bar("training", config.max_steps, is_enabled=request.progress) as advance:
         advance(trainer.log.num_steps)
 

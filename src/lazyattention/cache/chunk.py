@@ -26,7 +26,7 @@ class ChunkKey:
         Args:
             token_ids: The chunk's own tokens.
             weights_id: Fingerprint of weights, adapters and RoPE settings.
-            encoding: What the chunk saw (`isolated`, or the preamble's key) and how its keys are stored.
+            encoding: What the chunk saw (`isolated`, or the key of the last chunk before it) and how its keys are stored.
             kv_dtype: Dtype of the stored KV.
             scope: The tenant.
         """
@@ -47,8 +47,8 @@ class Chunk:
         token_ids: Its tokens; compared on every hit, since a hash alone is never trusted.
         scope: The tenant it belongs to.
         content_id: Hash of scope and tokens alone, to tell "other preamble" from "new".
-        base: Position of its first token when it was encoded: 0, or the length of its preamble.
-        preamble: The chunk it was encoded after, or None.
+        base: Position of its first token when it was encoded: the length of all it was encoded after.
+        context: The chunks it is encoded after, in order; nothing once it is ready.
         keys_turned: False when its keys are stored without rotation.
         block_ids: Its KV blocks.
         document_ids: Documents it came from, with their titles.
@@ -68,7 +68,7 @@ class Chunk:
     scope: str
     content_id: bytes
     base: int
-    preamble: "Chunk | None"
+    context: "tuple[Chunk, ...]"
     keys_turned: bool
     block_ids: list[int]
     document_ids: dict[str, str | None] = field(default_factory=dict)

@@ -137,11 +137,10 @@ class CacheManager:
         token_ids: Sequence[int],
         *,
         scope: str,
-        base: int = 0,
-        preamble: Chunk | None = None,
+        context: Sequence[Chunk] = (),
         keys_turned: bool = True,
     ) -> Chunk:
-        """Make room for a new chunk and hold it once for the caller. It holds its preamble until it is ready.
+        """Make room for a new chunk and hold it once for the caller. It holds what it is encoded after until it is ready.
 
         Raises:
             CapacityError: No room; nothing changed but evictions.
@@ -152,16 +151,16 @@ class CacheManager:
             token_ids=tuple(token_ids),
             scope=scope,
             content_id=content_id(scope, token_ids),
-            base=base,
-            preamble=preamble,
+            base=sum(before.num_tokens for before in context),
+            context=tuple(context),
             keys_turned=keys_turned,
             block_ids=block_ids,
             num_users=1,
             created_s=self._clock(),
             last_used_s=self._clock(),
         )
-        if preamble is not None:
-            self.hold_chunk(preamble)
+        for before in context:
+            self.hold_chunk(before)
         self.chunks.insert(chunk)
         return chunk
 
@@ -186,10 +185,10 @@ class CacheManager:
             self._settle(chunk)
 
     def chunk_is_ready(self, chunk: Chunk) -> None:
-        """Tell that the last token's KV was computed; its preamble is no longer needed for it."""
-        if chunk.preamble is not None:
-            preamble, chunk.preamble = chunk.preamble, None
-            self.release_chunk(preamble)
+        """Tell that the last token's KV was computed; what it was encoded after is no longer needed for it."""
+        context, chunk.context = chunk.context, ()
+        for before in context:
+            self.release_chunk(before)
 
     def pin_chunk(self, chunk: Chunk, ttl_s: float | None) -> None:
         """Forbid eviction until `unpin_chunk` or for `ttl_s` seconds."""
@@ -269,7 +268,7 @@ class CacheManager:
     def _free_chunk(self, chunk: Chunk) -> None:
         self.pool.release(chunk.block_ids)
         chunk.block_ids = []
-        self.chunk_is_ready(chunk)  # a half-encoded chunk still holds its preamble
+        self.chunk_is_ready(chunk)  # a half-encoded chunk still holds what it is encoded after
 
     # Text ------------------------------------------------------------------------------------------------------------
 

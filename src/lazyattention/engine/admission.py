@@ -10,7 +10,7 @@ from lazyattention.cache.manager import CacheManager
 from lazyattention.engine.outputs import DocumentReuse
 from lazyattention.engine.request import RequestGroup, Sequence, SpanState
 from lazyattention.engine.text_chain import TextChain
-from lazyattention.reuse import PromptLayout, ReuseMethod, ReusePlan, SpanUse
+from lazyattention.reuse import PlannedSpan, ReuseMethod, ReusePlan, SpanUse
 from lazyattention.reuse.recompute import RECOMPUTE_POLICIES, Evidence
 from lazyattention.utils.hashing import digest_fields
 
@@ -31,15 +31,15 @@ class CacheIdentity:
     kv_dtype: str
     bytes_per_token: int
 
-    def root_key(self, scope: str) -> bytes:
-        """Where the chains of one scope's text begin."""
-        return digest_fields(("root", self.weights_id, self.kv_dtype, scope))
+    def root_key(self, scope: str, plan: ReusePlan) -> bytes:
+        """Where the chains of one scope's text begin, for prompts whose text sees chunks in the plan's way."""
+        return digest_fields(("root", self.weights_id, self.kv_dtype, scope, plan.options.positions))
 
     def chunk_key(
-        self, token_ids: list[int], method: ReuseMethod, preamble_key: ChunkKey | None, scope: str
+        self, token_ids: tuple[int, ...], method: ReuseMethod, after: ChunkKey | None, scope: str
     ) -> ChunkKey:
-        """Key of a chunk encoded after the preamble of this key (None: isolated) for this method."""
-        encoding = ISOLATED if preamble_key is None else f"after:{preamble_key.hex}"
+        """Key of a chunk encoded after the chunk of this key, and all that was encoded after (None: isolated)."""
+        encoding = ISOLATED if after is None else f"after:{after.hex}"
         if not method.keys_turned:
             encoding += ";keys unturned"
         return ChunkKey.of(
@@ -57,36 +57,40 @@ class Admission:
 
     def num_blocks_ever(self, group: RequestGroup, max_tokens: int) -> int:
         """Blocks a sequence holds at its end, if it shares nothing with anybody: what must fit at all."""
-        plan = group.method.plan(group.layout, group.encoding)
-        page_counts = self.page_counts(group.layout)
-        seen: set[tuple[int, ...]] = set()
+        plan = group.plan
+        page_counts = self.page_counts(plan)
+        seen: set[tuple[tuple[int, ...], ...]] = set()
         num_blocks = 0
         if group.recompute is not None:
             policy = RECOMPUTE_POLICIES[group.recompute.policy]
             num_blocks = policy.num_pages(group.recompute.amount, page_counts, self._cache.block_size)
-        for index, (span, use) in enumerate(zip(group.layout.spans, plan.uses, strict=True)):
-            num_tokens = len(span.token_ids) + (max_tokens if index == len(group.layout.spans) - 1 else 0)
+        for index, planned in enumerate(plan.spans):
+            num_tokens = planned.num_tokens + (max_tokens if index == len(plan.spans) - 1 else 0)
             is_recomputed = group.chosen_pages is not None and len(group.chosen_pages[index]) == page_counts[index] > 0
-            if use in (SpanUse.SHARED, SpanUse.COPIED) and span.token_ids not in seen and not is_recomputed:
-                seen.add(span.token_ids)
+            content = tuple(plan.spans[place].span.token_ids for place in (*planned.context, index))
+            if planned.use in (SpanUse.SHARED, SpanUse.COPIED) and content not in seen and not is_recomputed:
+                seen.add(content)
                 num_blocks += self._cache.num_blocks_of(num_tokens)
-            if use is not SpanUse.SHARED:
+            if planned.use is not SpanUse.SHARED:
                 num_blocks += self._cache.num_blocks_of(num_tokens)
         return num_blocks
 
-    def page_counts(self, layout: PromptLayout) -> list[int]:
-        """Return the pages of each span that may be recomputed: a document's blocks; none for text."""
-        return [self._cache.num_blocks_of(len(span.token_ids)) if span.is_document else 0 for span in layout.spans]
+    def page_counts(self, plan: ReusePlan) -> list[int]:
+        """Return the pages of each span that may be recomputed: a document's visible blocks; none for text."""
+        return [
+            self._cache.num_blocks_of(planned.num_tokens) if planned.span.is_document and not planned.is_hidden else 0
+            for planned in plan.spans
+        ]
 
     def choose(self, group: RequestGroup, scores: Seq[Seq[float]] | None = None) -> None:
         """Choose which pages a request computes anew; they stay chosen, through preemption too.
 
         Args:
             group: A request with `recompute`.
-            scores: Per span of its layout one number per page; None for policies that need no evidence.
+            scores: Per span of its plan one number per page; None for policies that need no evidence.
         """
         assert group.recompute is not None
-        page_counts = self.page_counts(group.layout)
+        page_counts = self.page_counts(group.plan)
         block_size = self._cache.block_size
         policy = RECOMPUTE_POLICIES[group.recompute.policy]
         group.chosen_pages = policy.choose(group.recompute.amount, page_counts, block_size, scores)
@@ -95,20 +99,20 @@ class Admission:
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence its spans, holding all KV it needs; False (and nothing held) when there is no room now."""
         group = sequence.group
-        plan = group.method.plan(group.layout, group.encoding)
-        spans = self._new_spans(sequence, plan)
+        spans = self._new_spans(sequence)
         found = self._find_chunks(group, spans)
         chain = None
         num_text_found = 0
         if group.method.reuses_text:
-            chain = TextChain(self._cache, self._identity.root_key(group.scope), group.layout, group.scope)
+            root_key = self._identity.root_key(group.scope, group.plan)
+            chain = TextChain(self._cache, root_key, group.plan, group.scope)
             # Whoever watches the question's attention must compute the question.
             is_watched = group.missing_evidence is Evidence.QUESTION_ATTENTION
             num_text_found = chain.match(spans[:-1] if is_watched else spans)
         if not self._cache.can_allocate(self._num_blocks_needed(group, spans)):
             self.release(spans, chain)
             return False
-        self._insert_cold_chunks(group, spans, plan.preamble_index)
+        self._insert_cold_chunks(group, spans)
         for span in spans:
             if span.use is not SpanUse.SHARED:
                 num_missing = self._cache.num_blocks_of(len(span.token_ids)) - len(span.block_ids)
@@ -116,7 +120,7 @@ class Admission:
                 span.block_ids += self._cache.allocate(num_missing, after=after)
         if chain is not None:
             chain.count_hits()
-        sequence.reuse_plan, sequence.spans, sequence.chain = plan, spans, chain
+        sequence.spans, sequence.chain = spans, chain
         sequence.page_scores = None
         if group.must_report:
             if group.found is None:
@@ -134,25 +138,24 @@ class Admission:
                 self._cache.release_chunk(span.chunk)
             span.chunk, span.block_ids = None, []
 
-    def _new_spans(self, sequence: Sequence, plan: ReusePlan) -> list[SpanState]:
+    def _new_spans(self, sequence: Sequence) -> list[SpanState]:
         group = sequence.group
         spans: list[SpanState] = []
-        start = 0
-        preamble_keys: dict[str, ChunkKey] | None = None  # by scope: a shared document's readers can meet
-        for index, (span, use) in enumerate(zip(group.layout.spans, plan.uses, strict=True)):
-            # An empty document has no KV: it is a text span without tokens.
-            state = SpanState(use if span.token_ids else SpanUse.TEXT, list(span.token_ids), start, index)
-            if state.use in (SpanUse.SHARED, SpanUse.COPIED):
-                scope = span.scope or group.scope
-                preamble_key = None if preamble_keys is None else preamble_keys[scope]
-                state.chunk_key = self._identity.chunk_key(state.token_ids, group.method, preamble_key, scope)
-                if index == plan.preamble_index:
-                    scopes = {group.scope} | {later.scope for later in group.layout.spans if later.scope}
-                    preamble_keys = {
-                        name: self._identity.chunk_key(state.token_ids, group.method, None, name) for name in scopes
-                    }
+        keys: dict[tuple[int, str], ChunkKey] = {}
+
+        def key_of(index: int, scope: str) -> ChunkKey:
+            """Key of a planned span in a scope: a shared document's readers can meet, whatever scope they are of."""
+            if (index, scope) not in keys:
+                planned = group.plan.spans[index]
+                after = key_of(planned.context[-1], scope) if planned.context else None
+                keys[index, scope] = self._identity.chunk_key(planned.span.token_ids, group.method, after, scope)
+            return keys[index, scope]
+
+        for index, planned in enumerate(group.plan.spans):
+            state = SpanState(planned.use, list(planned.span.token_ids), planned.start, index)
+            if planned.use in (SpanUse.SHARED, SpanUse.COPIED):
+                state.chunk_key = key_of(index, planned.span.scope or group.scope)
             spans += self._cut(state, group.chosen_pages[index]) if group.chosen_pages is not None else [state]
-            start += len(span.token_ids)
         spans[-1].token_ids += sequence.output_token_ids
         return spans
 
@@ -176,30 +179,38 @@ class Admission:
     def _find_chunks(self, group: RequestGroup, spans: list[SpanState]) -> list[str]:
         """Hold every stored chunk.
 
+        Hidden ones are looked for only where the chunk behind them was missed; elsewhere their span has no key left.
+
         Returns:
-            Per span of the layout "reused", "in flight", "same request", or why its chunk was missed; "" without one.
+            Per span of the plan "reused", "in flight", "same request", or why its chunk was missed; "" without one.
         """
-        found = [""] * len(group.layout.spans)
-        missed = set()
-        for span in spans:
-            if span.chunk_key is None:
-                continue
-            source = group.layout.spans[span.source]
-            span.chunk = self._cache.find_chunk(span.chunk_key, source.token_ids)
-            if span.chunk is not None:
-                found[span.source] = "reused" if span.chunk.is_ready else "in flight"
-                self._cache.hold_chunk(span.chunk)
-            elif not found[span.source]:
-                scope = source.scope or group.scope
-                reason = self._cache.chunks.miss_reason(span.chunk_key, scope, source.token_ids)
-                found[span.source] = "same request" if span.chunk_key in missed else reason
-                missed.add(span.chunk_key)
+        found = [""] * len(group.plan.spans)
+        missed: set[ChunkKey] = set()
+        needed: set[int] = set()
+        for is_hidden in (False, True):
+            for span in spans:
+                planned = group.plan.spans[span.source]
+                if span.chunk_key is None or planned.is_hidden is not is_hidden:
+                    continue
+                if is_hidden and span.source not in needed:
+                    span.chunk_key = None
+                    continue
+                span.chunk = self._cache.find_chunk(span.chunk_key, planned.span.token_ids)
+                if span.chunk is not None:
+                    found[span.source] = "reused" if span.chunk.is_ready else "in flight"
+                    self._cache.hold_chunk(span.chunk)
+                    continue
+                needed.update(planned.context)
+                if not found[span.source]:
+                    scope = planned.span.scope or group.scope
+                    reason = self._cache.chunks.miss_reason(span.chunk_key, scope, planned.span.token_ids)
+                    found[span.source] = "same request" if span.chunk_key in missed else reason
+                    missed.add(span.chunk_key)
         return found
 
     def _num_blocks_needed(self, group: RequestGroup, spans: list[SpanState]) -> int:
-        sources = group.layout.spans
         cold = {
-            span.chunk_key: len(sources[span.source].token_ids)
+            span.chunk_key: group.plan.spans[span.source].num_tokens
             for span in spans
             if span.chunk_key and span.chunk is None
         }
@@ -209,47 +220,46 @@ class Admission:
                 num_blocks += self._cache.num_blocks_of(len(span.token_ids)) - len(span.block_ids)
         return num_blocks
 
-    def _insert_cold_chunks(self, group: RequestGroup, spans: list[SpanState], preamble_index: int | None) -> None:
-        preamble: Chunk | None = None
-        for index, span in enumerate(spans):
+    def _insert_cold_chunks(self, group: RequestGroup, spans: list[SpanState]) -> None:
+        chunks: dict[int, Chunk] = {}
+        for span in spans:
             if span.chunk_key is None:
                 continue
-            source = group.layout.spans[span.source]
+            planned = group.plan.spans[span.source]
             if span.chunk is None:
                 # Look again: the same document may stand in this prompt twice, or be read in several parts.
-                span.chunk = self._cache.find_chunk(span.chunk_key, source.token_ids)
+                span.chunk = self._cache.find_chunk(span.chunk_key, planned.span.token_ids)
                 if span.chunk is not None:
                     self._cache.hold_chunk(span.chunk)
                 else:
-                    base = 0 if preamble is None else preamble.num_tokens
                     span.chunk = self._cache.insert_chunk(
                         span.chunk_key,
-                        source.token_ids,
-                        scope=source.scope or group.scope,
-                        base=base,
-                        preamble=preamble,
+                        planned.span.token_ids,
+                        scope=planned.span.scope or group.scope,
+                        context=[chunks[index] for index in planned.context],
                         keys_turned=group.method.keys_turned,
                     )
-            if index == preamble_index:
-                preamble = span.chunk
-            if source.document_id is not None:
-                self._cache.chunks.label(span.chunk, source.document_id, source.title)
+            chunks[span.source] = span.chunk
+            if planned.span.document_id is not None:
+                self._cache.chunks.label(span.chunk, planned.span.document_id, planned.span.title)
 
     def _count(self, group: RequestGroup, spans: list[SpanState], num_text_found: int) -> None:
         """Count what a request found, once."""
         stats = self._cache.stats
         stats.num_hit_text_tokens += num_text_found
         assert group.found is not None
-        for index, (source, reason) in enumerate(zip(group.layout.spans, group.found, strict=True)):
+        for index, (planned, reason) in enumerate(zip(group.plan.spans, group.found, strict=True)):
+            if planned.is_hidden:
+                continue  # counted with the chunk behind it
             parts = [span for span in spans if span.source == index]
             chunk = next((span.chunk for span in parts if span.chunk is not None), None)
-            num_tokens = len(source.token_ids)
+            num_tokens = planned.num_tokens + self._num_hidden(group.plan, planned)
             if chunk is not None:
                 chunk.num_hits += reason in _HITS
                 num_found = num_tokens if reason in _HITS else 0
             else:
                 num_found = sum(span.num_computed for span in parts)
-            if source.is_document:
+            if planned.span.is_document:
                 stats.num_hit_tokens += num_found
                 stats.num_miss_tokens += num_tokens - num_found
 
@@ -257,9 +267,12 @@ class Admission:
         """Say what becomes of each document; again once it is known which pages are computed anew."""
         group.must_report = False
         group.documents, group.num_reused_tokens, group.num_recomputed_tokens = [], 0, 0
-        for index, (source, reason) in enumerate(zip(group.layout.spans, found, strict=True)):
-            parts = [span for span in spans if span.source == index]
-            num_tokens = len(source.token_ids)
+        for index, (planned, reason) in enumerate(zip(group.plan.spans, found, strict=True)):
+            if planned.is_hidden:
+                continue  # reported with the chunk behind it
+            source, parts = planned.span, [span for span in spans if span.source == index]
+            num_hidden = self._num_hidden(group.plan, planned)
+            num_tokens = planned.num_tokens + num_hidden
             num_found = sum(span.num_computed for span in parts)
             num_recomputed = 0
             if group.recompute is not None and source.is_document:
@@ -267,7 +280,7 @@ class Admission:
             if reason:
                 status = "hit" if reason in _HITS else "miss"
                 num_read = sum(len(span.token_ids) for span in parts if span.chunk is not None)
-                num_reused = num_found + (num_read if status == "hit" else 0)
+                num_reused = num_found + (num_hidden + num_read if status == "hit" else 0)
             elif num_recomputed:
                 status, reason, num_reused = "computed", "recomputed", num_found
             else:
@@ -290,6 +303,12 @@ class Admission:
                     num_recomputed_tokens=num_recomputed,
                 )
             )
+
+    @staticmethod
+    def _num_hidden(plan: ReusePlan, planned: PlannedSpan) -> int:
+        """Count the tokens of the prompt that only this chunk sees."""
+        before = [plan.spans[index] for index in planned.context]
+        return sum(one.num_tokens for one in before if one.span.is_document)
 
     @staticmethod
     def _text_status(method: ReuseMethod, num_tokens: int, num_found: int) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from lazyattention.config import ChunkOptions
 from lazyattention.documents.document import Document
 from lazyattention.engine.documents import DeletedDocument, DocumentInfo
 from lazyattention.engine.engine import Engine
@@ -81,6 +82,7 @@ class AsyncEngine:
         scope: str = "default",
         reuse: str = "auto",
         reuse_method: str | None = None,
+        chunk_options: ChunkOptions | None = None,
         recompute: Recompute | str | None = None,
         deadline_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -112,6 +114,7 @@ class AsyncEngine:
                 scope=scope,
                 reuse=reuse,
                 reuse_method=reuse_method,
+                chunk_options=chunk_options,
                 recompute=recompute,
                 deadline_s=deadline_s,
             )

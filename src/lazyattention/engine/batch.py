@@ -115,8 +115,8 @@ class _Builder:
 def build_batch(step: Step, block_size: int) -> Batch:
     """Lay out a step that has at least one piece.
 
-    The text of a sequence sees every earlier span and, causally, its own. A chunk sees its preamble, if it was encoded
-    after one, and itself.
+    The text of a sequence sees every earlier span that is not hidden and, causally, its own. A chunk sees what it is
+    encoded after, and itself.
     """
     builder = _Builder(block_size)
     sampled: list[Sequence] = []
@@ -159,8 +159,8 @@ def _add_chunk_piece(builder: _Builder, piece: Piece) -> None:
     builder.add_tokens(token_ids, chunk.base, chunk.block_ids, piece.offset)
     if not chunk.keys_turned:
         builder.store_turns[-1] = -builder.positions[-1]
-    if chunk.preamble is not None:
-        builder.look_at_chunk(chunk.preamble, piece.num_tokens, 0, keys_turned=chunk.keys_turned)
+    for before in chunk.context:
+        builder.look_at_chunk(before, piece.num_tokens, 0, keys_turned=chunk.keys_turned)
     num_keys = piece.offset + piece.num_tokens
     if num_keys == chunk.num_tokens:
         builder.look_at_chunk(chunk, piece.num_tokens, 0, keys_turned=chunk.keys_turned)
@@ -187,20 +187,24 @@ def _add_sequence_piece(builder: _Builder, piece: Piece, sequence: Sequence) -> 
 
 def spans_seen_from(sequence: Sequence, span_index: int) -> list[tuple[int, int]]:
     """Return index and position_delta of every earlier span that one span's tokens see."""
-    plan, span = sequence.reuse_plan, sequence.spans[span_index]
-    assert plan is not None
-    if span.use is SpanUse.PRIVATE:
-        # As when encoded apart, the chunk directly follows its preamble: the preamble is moved up to it.
-        visible = [] if plan.preamble_index is None else [plan.preamble_index]
-    else:
-        visible = list(range(span_index))
+    planned, span = sequence.group.plan.spans, sequence.spans[span_index]
     found = []
-    for index in visible:
+    if span.use is SpanUse.PRIVATE:
+        # As when encoded apart, the chunk directly follows what it sees: that is moved up to it.
+        ends_at = span.start
+        for index in reversed(planned[span.source].context):
+            seen = sequence.spans[index]
+            ends_at -= len(seen.token_ids)
+            found.append((index, ends_at - seen.start))
+        return found[::-1]
+    for index in range(span_index):
         seen = sequence.spans[index]
-        delta = span.start - seen.start - len(seen.token_ids) if span.use is SpanUse.PRIVATE else 0
+        if planned[seen.source].is_hidden:
+            continue
+        delta = 0
         if seen.use is SpanUse.SHARED:
             assert seen.chunk is not None
-            delta += seen.start - seen.chunk_start - seen.chunk.base
+            delta = seen.start - seen.chunk_start - seen.chunk.base
         found.append((index, delta))
     return found
 

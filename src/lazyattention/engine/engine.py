@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lazyattention import envs
 from lazyattention.cache.kv_pool import kv_bytes_per_token
 from lazyattention.cache.manager import CacheManager
-from lazyattention.config import EngineConfig, check_encoding
+from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.admission import Admission, CacheIdentity
 from lazyattention.engine.batch import Batch
 from lazyattention.engine.checksums import ChecksumGuard
@@ -18,7 +18,7 @@ from lazyattention.engine.documents import DocumentManager
 from lazyattention.engine.gate import decide
 from lazyattention.engine.model_runner import ModelRunner
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput, Timings
-from lazyattention.engine.page_chooser import PageChooser, check_recompute, default_recompute
+from lazyattention.engine.page_chooser import PageChooser, check_positions, check_recompute, default_recompute
 from lazyattention.engine.prompt import PromptBuilder
 from lazyattention.engine.request import RequestGroup, Sequence
 from lazyattention.engine.sampler import SampledToken, Sampler, SamplingRow, seed_key
@@ -139,7 +139,7 @@ class Engine:
         scope: str = "default",
         reuse: str = "auto",
         reuse_method: str | None = None,
-        encoding: str | None = None,
+        chunk_options: ChunkOptions | None = None,
         recompute: Recompute | str | None = None,
         deadline_s: float | None = None,
         arrival_s: float | None = None,
@@ -154,7 +154,7 @@ class Engine:
             reuse: "auto" = as the gate decided; "always" = by the engine's method whatever the gate says; "never" =
                 recompute documents with full attention.
             reuse_method: Another method than the engine's, for this request; overrides the gate, so leave `reuse` out.
-            encoding: Another encoding than the engine's, for this request; chunks of both lie in one store.
+            chunk_options: Other chunk options than the engine's, for this request; chunks of both lie in one store.
             recompute: Which pages of stored documents to compute anew for this request: "first:16", "deviation:0.15",
                 "attention:0.15" or "none"; None = as the engine's option says, for methods that read chunks in place.
             deadline_s: Monotonic seconds after which it is ended with an error.
@@ -162,29 +162,34 @@ class Engine:
 
         Raises:
             RequestError: The id is taken, the prompt is empty or too long, the request can never fit, or `recompute` is
-                malformed or does not go with the reuse method.
-            ConfigError: The reuse method or the encoding is unknown.
+                malformed or does not go with the reuse method or the chunk options.
+            ConfigError: The reuse method is unknown, or the tokenizer lacks what a chunk option asks for.
         """
         method = self._method_for(reuse, reuse_method)
-        chosen_recompute = self._recompute_for(recompute, method)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
-        num_prompt_tokens = layout.num_tokens
         if not layout.spans or layout.spans[-1].is_document or not layout.spans[-1].token_ids:
             raise RequestError("the prompt must end with text; add a question or an instruction")
-        if num_prompt_tokens >= self.max_model_len:
+        plan = method.plan(layout, self.prompts.chunking(chunk_options or self.config.chunk))
+        layout = plan.layout
+        chosen_recompute = self._recompute_for(recompute, method)
+        if chosen_recompute is not None:
+            check_positions(chosen_recompute, plan.options)
+        if plan.num_positions >= self.max_model_len:
             num_document_tokens = sum(len(span.token_ids) for span in layout.spans if span.is_document)
             raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens ({num_document_tokens} of them in documents), but "
+                f"the prompt has {layout.num_tokens} tokens ({num_document_tokens} of them in documents)"
+                f"{'' if plan.num_positions == layout.num_tokens else f' at {plan.num_positions} positions'}, but "
                 f"max_model_len is {self.max_model_len} and at least one token must be generated; shorten it or give "
                 "fewer documents"
             )
         timings = Timings(arrival_s=time.monotonic() if arrival_s is None else arrival_s)
-        encoding = check_encoding(encoding or self.config.encoding)
-        group = RequestGroup(request_id, layout, layout.token_ids, params, method, scope, timings, deadline_s, encoding)
+        group = RequestGroup(
+            request_id, layout, layout.token_ids, params, method, plan, scope, timings, deadline_s=deadline_s
+        )
         group.recompute = chosen_recompute
         self._pages.choose_at_once(group)
         for index in range(params.n):
@@ -340,7 +345,8 @@ class Engine:
         failed = error if isinstance(error, LazyAttentionError) else CapacityError(text)
         groups = {id(p.sequence.group): p.sequence.group for p in step.pieces if p.sequence is not None}
         for sequence in list(self.scheduler.running):
-            if any(span.chunk in step.chunk_tokens for span in sequence.spans if span.chunk is not None):
+            waits_for = [chunk for span in sequence.spans if span.chunk for chunk in (span.chunk, *span.chunk.context)]
+            if any(chunk in step.chunk_tokens for chunk in waits_for):
                 groups[id(sequence.group)] = sequence.group
         for group in groups.values():
             self._fail(group, failed)
@@ -441,7 +447,7 @@ class Engine:
             index=index,
             seed_key=seed_key(seed, index),
             detokenizer=detokenizer,
-            max_tokens=min(params.max_tokens, self.max_model_len - len(group.prompt_token_ids)),
+            max_tokens=min(params.max_tokens, self.max_model_len - group.plan.num_positions),
             output=CompletionOutput(index, logprobs=None if params.logprobs is None else []),
         )
 

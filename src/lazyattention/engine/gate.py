@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: reuse only where its measured cost in answers is small enough. Losses are measured elsewhere, kept here.
 
-A loss belongs to weights (adapter included), encoding and prompt options; it is kept in LAZYATTENTION_CACHE_DIR/quality.
+A loss belongs to weights (adapter included), chunk options and prompt options; it is kept in LAZYATTENTION_CACHE_DIR/quality.
 """
 
 import json
@@ -101,7 +101,7 @@ def decide(weights_id: str, config: EngineConfig) -> GateDecision:
     found = find_loss(weights_id, config)
     if found is None:
         reason = (
-            f"max_loss is {limit:g}, but no loss was measured for this model with encoding {config.encoding}; documents are "
+            f"max_loss is {limit:g}, but no loss was measured for this model with these options; documents are "
             "recomputed with full attention; measure with `lazyattention quality`, or leave max_loss out"
         )
     else:
@@ -123,7 +123,7 @@ def decide(weights_id: str, config: EngineConfig) -> GateDecision:
 def _path(weights_id: str, config: EngineConfig) -> Path:
     fields: tuple[str, ...] = (
         weights_id,
-        config.encoding,
+        json.dumps(asdict(config.chunk), sort_keys=True),
         config.documents_place,
         config.chat_template or "",
         str(config.cache.max_chunk_len),

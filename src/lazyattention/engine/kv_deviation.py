@@ -35,7 +35,8 @@ def kv_deviations(runner: ModelRunner, sequence: Sequence) -> torch.Tensor:
         runner: Whose model and pool.
         sequence: Admitted, all its chunks ready.
     """
-    documents = [span for span in sequence.spans if sequence.group.layout.spans[span.source].is_document and span.chunk]
+    planned = sequence.group.plan.spans
+    documents = [span for span in sequence.spans if planned[span.source].span.is_document and span.chunk]
     end = max(span.start + len(span.token_ids) for span in documents)
     fresh_k, fresh_v = _second_layer(runner, sequence.group.prompt_token_ids[:end])
     k_cache, v_cache = (cache.flatten(0, 1) for cache in runner.kv_pool.layers[LAYER])

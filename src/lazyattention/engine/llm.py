@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lazyattention import envs
-from lazyattention.config import EngineConfig
+from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.documents.document import Document
 from lazyattention.engine.documents import DeletedDocument, DocumentInfo
 from lazyattention.engine.engine import Engine
@@ -96,6 +96,7 @@ class LLM:
         documents: Sequence[DocumentLike] | Sequence[Sequence[DocumentLike]] | None = None,
         reuse: str = "auto",
         reuse_method: str | None = None,
+        chunk_options: ChunkOptions | None = None,
         recompute: Recompute | str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
@@ -107,6 +108,7 @@ class LLM:
             documents: For all, or one list per prompt.
             reuse: "auto" = as `max_loss` decided; "always"; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's.
+            chunk_options: Other chunk options than the engine's.
             recompute: Which pages of stored documents to compute anew: "first:16", "deviation:0.15", "attention:0.15" or
                 "none"; None = as the engine's option says.
             progress: Overrides the LLM's setting.
@@ -125,7 +127,15 @@ class LLM:
             self.engine.prompts.text(prompt, [Document.of(d) for d in docs])
             for prompt, docs in zip(many, given, strict=True)
         ]
-        return self._run(layouts, sampling_params, reuse_method, progress, reuse=reuse, recompute=recompute)
+        return self._run(
+            layouts,
+            sampling_params,
+            reuse_method,
+            progress,
+            reuse=reuse,
+            chunk_options=chunk_options,
+            recompute=recompute,
+        )
 
     def chat(
         self,
@@ -136,6 +146,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reuse: str = "auto",
         reuse_method: str | None = None,
+        chunk_options: ChunkOptions | None = None,
         recompute: Recompute | str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
@@ -148,6 +159,7 @@ class LLM:
             tools: Tool descriptions for the chat template.
             reuse: "auto" = as `max_loss` decided; "always"; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's.
+            chunk_options: Other chunk options than the engine's.
             recompute: Which pages of stored documents to compute anew: "first:16", "deviation:0.15", "attention:0.15" or
                 "none"; None = as the engine's option says.
             progress: Overrides the LLM's setting.
@@ -163,7 +175,15 @@ class LLM:
         many: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
         given = _spread(documents, len(many))
         layouts = [self._chat_layout(conversation, docs, tools) for conversation, docs in zip(many, given, strict=True)]
-        return self._run(layouts, sampling_params, reuse_method, progress, reuse=reuse, recompute=recompute)
+        return self._run(
+            layouts,
+            sampling_params,
+            reuse_method,
+            progress,
+            reuse=reuse,
+            chunk_options=chunk_options,
+            recompute=recompute,
+        )
 
     def stream(
         self,
@@ -174,6 +194,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reuse: str = "auto",
         reuse_method: str | None = None,
+        chunk_options: ChunkOptions | None = None,
         recompute: Recompute | str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation as it comes: an output per step, with new text in `outputs[i].delta_text`.
@@ -187,7 +208,13 @@ class LLM:
         layout = self._chat_layout(messages, documents or (), tools)
         request_id = next(self._ids)
         self.engine.add_request(
-            request_id, layout, sampling_params, reuse=reuse, reuse_method=reuse_method, recompute=recompute
+            request_id,
+            layout,
+            sampling_params,
+            reuse=reuse,
+            reuse_method=reuse_method,
+            chunk_options=chunk_options,
+            recompute=recompute,
         )
         self._mailboxes[request_id] = deque()
         stream = self._stream(request_id)
@@ -258,6 +285,7 @@ class LLM:
         progress: bool | None,
         title: str = "Answering",
         reuse: str = "auto",
+        chunk_options: ChunkOptions | None = None,
         recompute: Recompute | str | None = None,
     ) -> list[RequestOutput]:
         """Run all layouts to the end. If one is refused, none runs."""
@@ -273,7 +301,13 @@ class LLM:
                 for index, (request_id, layout) in enumerate(zip(ids, layouts, strict=True)):
                     params = sampling_params[index] if isinstance(sampling_params, Sequence) else sampling_params
                     self.engine.add_request(
-                        request_id, layout, params, reuse=reuse, reuse_method=reuse_method, recompute=recompute
+                        request_id,
+                        layout,
+                        params,
+                        reuse=reuse,
+                        reuse_method=reuse_method,
+                        chunk_options=chunk_options,
+                        recompute=recompute,
                     )
                     self._mailboxes[request_id] = new
                 while len(outputs) < len(ids):

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from lazyattention.config import EngineConfig
+from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.admission import Admission
 from lazyattention.engine.kv_deviation import LAYER, kv_deviations
 from lazyattention.engine.model_runner import ModelRunner
@@ -37,16 +37,30 @@ def check_recompute(recompute: Recompute, method: ReuseMethod, loaded: "LoadedMo
         )
 
 
+def check_positions(recompute: Recompute, options: ChunkOptions) -> None:
+    """Refuse positions at which a recomputed page would stand before what it sees.
+
+    Raises:
+        RequestError: Documents stand side by side.
+    """
+    if options.positions != "contiguous":
+        raise RequestError(
+            f"recompute={recompute} needs documents that stand one behind the other, but positions is {options.positions}; "
+            "leave one of them out"
+        )
+
+
 def default_recompute(config: EngineConfig, loaded: "LoadedModel") -> Recompute | None:
     """Return what requests recompute unless they say otherwise.
 
     Raises:
-        ConfigError: The option is malformed, or does not go with the configured reuse method or the model.
+        ConfigError: The option is malformed, or does not go with the configured reuse method, positions or the model.
     """
     try:
         recompute = Recompute.of(config.recompute)
         if recompute is not None:
             check_recompute(recompute, REUSE_METHODS[config.reuse_method], loaded)
+            check_positions(recompute, config.chunk)
     except RequestError as error:
         raise ConfigError(str(error)) from error
     return recompute
@@ -64,8 +78,8 @@ class PageChooser:
         """Choose if no evidence is needed, because of the policy or because there is nothing to choose from."""
         if group.recompute is None:
             return
-        if not any(self._admission.page_counts(group.layout)):
-            group.chosen_pages = ((),) * len(group.layout.spans)
+        if not any(self._admission.page_counts(group.plan)):
+            group.chosen_pages = ((),) * len(group.plan.spans)
         elif RECOMPUTE_POLICIES[group.recompute.policy].evidence is None:
             self._admission.choose(group)
 
@@ -99,10 +113,9 @@ class PageChooser:
         """Sum each page's tokens."""
         block_size = self._runner.kv_pool.block_size
         scores = []
-        start = 0
-        for span in group.layout.spans:
-            end = start + len(span.token_ids)
-            pages = range(start, end, block_size) if span.is_document else range(0)
+        for planned in group.plan.spans:
+            end = planned.start + planned.num_tokens
+            can_choose = planned.span.is_document and not planned.is_hidden
+            pages = range(planned.start, end, block_size) if can_choose else range(0)
             scores.append([sum(token_scores[page : min(page + block_size, end)]) for page in pages])
-            start = end
         return scores

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lazyattention.config import ChunkOptions
 from lazyattention.documents.document import Document
 from lazyattention.documents.splitter import split_text
-from lazyattention.errors import NotFoundError, RequestError
-from lazyattention.reuse import PromptLayout, Span
+from lazyattention.errors import ConfigError, NotFoundError, RequestError
+from lazyattention.reuse import Chunking, PromptLayout, Span
 
 PLAIN_CHAT_TEMPLATE = (
     "{% if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}"
@@ -58,6 +59,7 @@ class PromptBuilder:
         self._documents_place = documents_place
         self._chat_template = PLAIN_CHAT_TEMPLATE if chat_template == "plain" else chat_template
         self._find_document = find_document
+        self.chunking = functools.lru_cache(maxsize=_MEMO_SIZE)(self._chunking)
         self._document_spans = functools.lru_cache(maxsize=_MEMO_SIZE)(self._tokenize_document)
 
     def chat(
@@ -111,6 +113,21 @@ class PromptBuilder:
             self._check_total(spans)
         spans.append(Span(tuple(token_ids[num_first:])))
         return PromptLayout(tuple(spans))
+
+    def _chunking(self, options: ChunkOptions) -> Chunking:
+        """Tokenise the texts in chunk options.
+
+        Raises:
+            ConfigError: The sink is to be a beginning-of-sequence token, and the tokenizer has none.
+        """
+        separator = tuple(self._tokenize_untrusted(options.separator)) if options.separator else ()
+        if options.sink != "bos":
+            return Chunking(options, separator, tuple(self._tokenize_untrusted(options.sink)) if options.sink else ())
+        if self._tokenizer.bos_token_id is None:
+            raise ConfigError(
+                "the tokenizer has no beginning-of-sequence token; give a text as sink, such as a line break"
+            )
+        return Chunking(options, separator, (self._tokenizer.bos_token_id,))
 
     def forget_documents(self) -> None:
         """Drop the memo of tokenised documents: it holds their texts."""

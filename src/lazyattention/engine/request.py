@@ -34,11 +34,12 @@ class SpanState:
         use: Whose KV serves it.
         token_ids: Its tokens; the last span grows with the output.
         start: Position of its first token.
-        source: Index of the layout's span it is, or is a part of.
+        source: Index of the plan's span it is, or is a part of.
         is_part: True if it reads a part of its chunk (SHARED): other pages are recomputed.
         chunk_start: First token of this part, index into the chunk; where a block begins.
         chunk_key: What its chunk is stored under (SHARED, COPIED).
-        chunk: The stored chunk it reads (SHARED) or copies (COPIED); held by the sequence.
+        chunk: The stored chunk it reads (SHARED) or copies (COPIED); held by the sequence. None for a hidden one whose
+            chunk is stored already.
         block_ids: The sequence's own blocks (TEXT, PRIVATE, COPIED); it holds one reference on each.
         num_computed: Tokens of its own whose KV exists.
     """
@@ -76,16 +77,16 @@ class RequestGroup:
         prompt_token_ids: All its tokens in order.
         params: How to sample.
         method: How stored KV is used.
+        plan: How each of its spans is served.
         scope: The tenant.
         timings: When things happened.
         deadline_s: Monotonic seconds after which it is ended, or None.
-        encoding: What its chunks see when encoded: "after_preamble" or "isolated".
         recompute: Which pages of its documents it computes anew; None = none.
         chosen_pages: These pages; None until they are chosen.
         sequences: One per completion.
         documents: The reuse report, made at the first admission, and again when pages to recompute were chosen.
         must_report: True until it is made.
-        found: Per span of the layout, what the first admission found; None before.
+        found: Per span of the plan, what the first admission found; None before.
         num_reused_tokens: Prompt tokens not computed for this request.
         num_recomputed_tokens: Document tokens in pages that were computed anew.
         num_selection_tokens: Tokens computed only to choose these pages, in the share of the layers they went through.
@@ -98,10 +99,10 @@ class RequestGroup:
     prompt_token_ids: list[int]
     params: SamplingParams
     method: ReuseMethod
+    plan: ReusePlan
     scope: str
     timings: Timings
     deadline_s: float | None = None
-    encoding: str = "after_preamble"
     recompute: Recompute | None = None
     chosen_pages: Pages | None = None
     sequences: "list[Sequence]" = field(default_factory=list)
@@ -146,8 +147,7 @@ class Sequence:
         detokenizer: Its text so far.
         max_tokens: Most tokens it may generate, bounded by the model's length.
         status: Where it is.
-        reuse_plan: Made at admission.
-        spans: Its spans while running, in prompt order.
+        spans: Its spans while running, as its request's plan has them.
         chain: Its place in the store of text KV while running; None if its method reuses no text.
         output_token_ids: Generated so far; they survive preemption.
         output: What the user sees of it.
@@ -163,7 +163,6 @@ class Sequence:
     detokenizer: "Detokenizer"
     max_tokens: int
     status: RequestStatus = RequestStatus.WAITING
-    reuse_plan: ReusePlan | None = None
     spans: list[SpanState] = field(default_factory=list)
     chain: "TextChain | None" = None
     output_token_ids: list[int] = field(default_factory=list)

@@ -169,11 +169,8 @@ class Scheduler:
 
     def _schedule_prefill(self, sequence: Sequence, step: Step) -> None:
         """Schedule the sequence's cold chunks and then its own tokens, as far as budget and dependencies allow."""
-        assert sequence.reuse_plan is not None
-        preamble_index = sequence.reuse_plan.preamble_index
         needs_chunks_only = sequence.group.missing_evidence is Evidence.KV_DEVIATION
-        all_before_complete = True
-        preamble_complete = True
+        complete: list[bool] = []
         for index, span in enumerate(sequence.spans):
             if not step.budget:
                 return
@@ -189,19 +186,21 @@ class Scheduler:
                 else:
                     is_complete = False
             elif span.num_remaining and not needs_chunks_only:
-                may_run = all_before_complete if span.use is SpanUse.TEXT else preamble_complete
+                context = sequence.group.plan.spans[span.source].context
+                may_run = all(complete if span.use is SpanUse.TEXT else [complete[before] for before in context])
                 num_tokens = min(step.budget, span.num_remaining) if may_run else 0
                 if num_tokens:
                     step.pieces.append(Piece(sequence, index, None, span.num_computed, num_tokens))
                     step.budget -= num_tokens
                 is_complete = num_tokens == span.num_remaining
-            all_before_complete &= is_complete
-            if index == preamble_index:
-                preamble_complete = is_complete
+            complete.append(is_complete)
 
     def _schedule_chunk(self, chunk: Chunk, step: Step) -> None:
-        """Schedule the next slice of a chunk, once per step, whoever asks first."""
-        if chunk in step.chunk_tokens or (chunk.preamble is not None and not step.completes(chunk.preamble)):
+        """Schedule the next slice of a chunk, once per step, whoever asks first, and before it what it is encoded after."""
+        for before in chunk.context:
+            if not step.completes(before):
+                self._schedule_chunk(before, step)
+        if chunk in step.chunk_tokens or not all(map(step.completes, chunk.context)):
             return
         num_tokens = min(step.budget, chunk.num_tokens - chunk.num_computed)
         if num_tokens:

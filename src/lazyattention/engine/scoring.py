@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lazyattention.config import ChunkOptions
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.outputs import RequestOutput
 from lazyattention.engine.sampling_params import SamplingParams
@@ -81,7 +82,7 @@ def score(
     answers: Sequence[Sequence[int]],
     *,
     reuse_method: str | None = None,
-    encoding: str | None = None,
+    chunk_options: ChunkOptions | None = None,
     recompute: str | None = None,
     scope: str = "default",
     on_done: Callable[[], None] | None = None,
@@ -95,7 +96,7 @@ def score(
         layouts: Prompts, from `engine.prompts`.
         answers: Token ids, at least one each.
         reuse_method: Another method than the engine's.
-        encoding: Another encoding than the engine's.
+        chunk_options: Other chunk options than the engine's.
         recompute: Which pages of stored documents to compute anew; None = as the engine's option says.
         scope: The tenant.
         on_done: Called as each answer is done.
@@ -117,7 +118,7 @@ def score(
             )
     params = [SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True) for answer in answers]
     recorders = [_Recorder(tuple(answer)) for answer in answers]
-    return _run(engine, layouts, params, recorders, reuse_method, encoding, recompute, scope, on_done)
+    return _run(engine, layouts, params, recorders, reuse_method, chunk_options, recompute, scope, on_done)
 
 
 def generate(
@@ -126,7 +127,7 @@ def generate(
     *,
     max_tokens: int,
     reuse_method: str | None = None,
-    encoding: str | None = None,
+    chunk_options: ChunkOptions | None = None,
     recompute: str | None = None,
     scope: str = "default",
     on_done: Callable[[], None] | None = None,
@@ -134,7 +135,7 @@ def generate(
     """Answer each prompt greedily and keep the distributions; arguments, results and errors as for `score`."""
     params = [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _ in layouts]
     recorders = [_Recorder(None) for _ in layouts]
-    return _run(engine, layouts, params, recorders, reuse_method, encoding, recompute, scope, on_done)
+    return _run(engine, layouts, params, recorders, reuse_method, chunk_options, recompute, scope, on_done)
 
 
 def run_requests(
@@ -143,7 +144,7 @@ def run_requests(
     params: Sequence[SamplingParams],
     *,
     reuse_method: str | None = None,
-    encoding: str | None = None,
+    chunk_options: ChunkOptions | None = None,
     recompute: str | None = None,
     scope: str = "default",
     on_done: Callable[[], None] | None = None,
@@ -163,7 +164,7 @@ def run_requests(
                 one,
                 scope=scope,
                 reuse_method=reuse_method,
-                encoding=encoding,
+                chunk_options=chunk_options,
                 recompute=recompute,
             )
         waiting = set(ids)
@@ -189,7 +190,7 @@ def _run(
     params: Sequence[SamplingParams],
     recorders: Sequence[_Recorder],
     reuse_method: str | None,
-    encoding: str | None,
+    chunk_options: ChunkOptions | None,
     recompute: str | None,
     scope: str,
     on_done: Callable[[], None] | None,
@@ -208,7 +209,7 @@ def _run(
         layouts,
         recording,
         reuse_method=reuse_method,
-        encoding=encoding,
+        chunk_options=chunk_options,
         recompute=recompute,
         scope=scope,
         on_done=on_done,

@@ -183,7 +183,7 @@ class StepPlanner:
         chunk = piece.chunk
         assert chunk is not None
         num_keys = piece.offset + piece.num_tokens
-        seen = [] if chunk.preamble is None else [self._range_of_chunk(chunk.preamble, chunk.preamble.num_tokens)]
+        seen = [self._range_of_chunk(before, before.num_tokens) for before in chunk.context]
         own = self._range_of_chunk(chunk, num_keys)
         positions = range(chunk.base + piece.offset, chunk.base + num_keys)
         if not chunk.keys_turned:

@@ -12,16 +12,16 @@ from lazyattention.cache.chunk_store import document_tag
 from lazyattention.cache.manager import CacheManager
 from lazyattention.cache.prefix_store import PrefixNode, block_key, boundary_key
 from lazyattention.engine.request import SpanState
-from lazyattention.reuse import PromptLayout, SpanUse
+from lazyattention.reuse import ReusePlan, SpanUse
 
 
 class TextChain:
     """A cursor over a sequence's spans: everything before it is stored, or known not to be storable."""
 
-    def __init__(self, cache: CacheManager, root_key: bytes, layout: PromptLayout, scope: str) -> None:
-        """Start at the prompt's beginning; `root_key` names weights, KV dtype and scope."""
+    def __init__(self, cache: CacheManager, root_key: bytes, plan: ReusePlan, scope: str) -> None:
+        """Start at the prompt's beginning; `root_key` names all that text KV depends on besides what stands before it."""
         self._cache = cache
-        self._layout = layout
+        self._plan = plan
         self._scope = scope
         self._key = root_key
         self._parent: PrefixNode | None = None
@@ -87,7 +87,7 @@ class TextChain:
                     return (span, token_ids) if computed or not computed_only else None
                 if not is_closed:
                     return None
-            elif span.chunk_key is not None:
+            elif span.chunk_key is not None and not self._plan.spans[span.source].is_hidden:
                 part = (span.chunk_start, len(span.token_ids)) if span.is_part else ()
                 self._key = boundary_key(self._key, span.chunk_key.digest, part)
                 self._tags |= {span.chunk_key.digest}
@@ -97,7 +97,7 @@ class TextChain:
 
     def _own_tags(self, span: SpanState) -> frozenset[bytes]:
         """A document computed as text is tagged, so that deleting it finds this block and what follows."""
-        source = self._layout.spans[span.source]
+        source = self._plan.spans[span.source].span
         if source.document_id is None:
             return frozenset()
         return frozenset([document_tag(source.scope or self._scope, source.document_id)])

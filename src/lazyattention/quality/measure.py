@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from lazyattention.config import ChunkOptions
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.engine.scoring import ScoredAnswer, generate, run_requests, score
 from lazyattention.errors import ConfigError
 from lazyattention.quality.examples import QualityExample
 from lazyattention.quality.metrics import containment, exact_match, f1
-from lazyattention.quality.options import FULL_ATTENTION, REUSE_OPTIONS, ReuseOption
+from lazyattention.quality.options import FULL_ATTENTION, REUSE_METHOD, reuse_option
 from lazyattention.reuse import PromptLayout
 from lazyattention.utils.hashing import digest_fields
 from lazyattention.utils.logging import get_logger
@@ -43,7 +44,7 @@ class MeasureConfig:
     """How questions are asked.
 
     Attributes:
-        options: Names of reuse options.
+        options: Reuse options, as `reuse_option` reads them.
         system: System message; empty = none.
         max_tokens: Longest answer.
         group_size: Questions in the engine at the same time. Bounds memory: each holds its answer's distributions.
@@ -56,12 +57,32 @@ class MeasureConfig:
 
     def __post_init__(self) -> None:
         for name in self.options:
-            REUSE_OPTIONS[name]
+            reuse_option(name)
         if not self.options or len(set(self.options)) != len(self.options):
             raise ConfigError(f"options must be one or more different names, got {', '.join(self.options) or 'none'}")
         for name in ("max_tokens", "group_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How requests of one column are asked."""
+
+    name: str
+    reuse_method: str
+    chunk_options: ChunkOptions
+    recompute: str | None
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """As keywords of `Engine.add_request`."""
+        names = ("reuse_method", "chunk_options", "recompute")
+        return {name: getattr(self, name) for name in names}
+
+
+# The prompt as it is without reuse, whatever the options.
+_FULL_WAY = _Way(FULL_ATTENTION, "full_recompute", ChunkOptions(), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,44 +191,27 @@ def answer_token_ids(engine: Engine, layout: PromptLayout, answer: str) -> tuple
 
 def _measure_group(engine: Engine, group: Sequence[QualityExample], config: MeasureConfig) -> list[Record]:
     layouts = [layout_of(engine, example, config.system) for example in group]
-    full = _ask(engine, FULL_ATTENTION, layouts, config)
+    full = _ask(engine, _FULL_WAY, layouts, config)
     records = [
         Record(example.id, len(example.documents), example.gold_position, layout.num_tokens)
         for example, layout in zip(group, layouts, strict=True)
     ]
-    _note(engine, records, FULL_ATTENTION, group, layouts, full, full, full)
-    for name in config.options:
-        option = REUSE_OPTIONS[name]
-        answered = _ask(engine, option, layouts, config)
-        along_full = score(
-            engine,
-            layouts,
-            [answer.token_ids for answer in full],
-            reuse_method=option.reuse_method,
-            encoding=option.encoding,
-            recompute=option.recompute,
-        )
-        _note(engine, records, option, group, layouts, full, answered, along_full)
+    _note(engine, records, _FULL_WAY, group, layouts, full, full, full)
+    for way in _ways_of(engine, config):
+        answered = _ask(engine, way, layouts, config)
+        along_full = score(engine, layouts, [answer.token_ids for answer in full], **way.how)
+        _note(engine, records, way, group, layouts, full, answered, along_full)
     return records
 
 
-def _ask(
-    engine: Engine, option: ReuseOption, layouts: Sequence[PromptLayout], config: MeasureConfig
-) -> list[ScoredAnswer]:
-    return generate(
-        engine,
-        layouts,
-        max_tokens=config.max_tokens,
-        reuse_method=option.reuse_method,
-        encoding=option.encoding,
-        recompute=option.recompute,
-    )
+def _ask(engine: Engine, way: _Way, layouts: Sequence[PromptLayout], config: MeasureConfig) -> list[ScoredAnswer]:
+    return generate(engine, layouts, max_tokens=config.max_tokens, **way.how)
 
 
 def _note(
     engine: Engine,
     records: Sequence[Record],
-    option: ReuseOption,
+    way: _Way,
     group: Sequence[QualityExample],
     layouts: Sequence[PromptLayout],
     full: Sequence[ScoredAnswer],
@@ -215,8 +219,8 @@ def _note(
     along_full: Sequence[ScoredAnswer],
 ) -> None:
     """Fill in one option's column of each record."""
-    golds = _score_golds(engine, option, group, layouts)
-    costs = [_costs(engine, option, layout) for layout in layouts]
+    golds = _score_golds(engine, way, group, layouts)
+    costs = [_costs(engine, way, layout) for layout in layouts]
     columns = zip(records, group, full, answered, along_full, costs, strict=True)
     for record, example, reference, own, along, cost in columns:
         text = own.output.text.strip()
@@ -234,11 +238,11 @@ def _note(
         gold = golds.get(example.id)
         if gold is not None:
             values |= {"gold_nll": gold.nll, "gold_greedy": float(gold.is_greedy)}
-        record.answers[option.name] = text
-        record.metrics[option.name] = values | cost
+        record.answers[way.name] = text
+        record.metrics[way.name] = values | cost
 
 
-def _costs(engine: Engine, option: ReuseOption, layout: PromptLayout) -> dict[str, float]:
+def _costs(engine: Engine, way: _Way, layout: PromptLayout) -> dict[str, float]:
     """Ask once more, alone, for one token, with the documents stored and no text of this question left from before."""
     for _ in range(2):
         engine.cache.forget_texts()
@@ -246,9 +250,7 @@ def _costs(engine: Engine, option: ReuseOption, layout: PromptLayout) -> dict[st
             engine,
             [layout],
             [SamplingParams(temperature=0.0, max_tokens=1)],
-            reuse_method=option.reuse_method,
-            encoding=option.encoding,
-            recompute=option.recompute,
+            **way.how,
         )[0]
         # A document may have been evicted since; then it is stored now.
         if all(document.status != "miss" or document.reason == "no identical prefix" for document in output.documents):
@@ -259,7 +261,7 @@ def _costs(engine: Engine, option: ReuseOption, layout: PromptLayout) -> dict[st
 
 
 def _score_golds(
-    engine: Engine, option: ReuseOption, group: Sequence[QualityExample], layouts: Sequence[PromptLayout]
+    engine: Engine, way: _Way, group: Sequence[QualityExample], layouts: Sequence[PromptLayout]
 ) -> dict[str, ScoredAnswer]:
     """Score each example's first gold answer."""
     wanted = [
@@ -272,9 +274,7 @@ def _score_golds(
         engine,
         [layout for _, layout, _ in wanted],
         [token_ids for _, _, token_ids in wanted],
-        reuse_method=option.reuse_method,
-        encoding=option.encoding,
-        recompute=option.recompute,
+        **way.how,
     )
     return {example.id: answer for (example, _, _), answer in zip(wanted, scored, strict=True)}
 
@@ -313,6 +313,14 @@ def _open_run(
     return {record.id: record for record in records}
 
 
+def _ways_of(engine: Engine, config: MeasureConfig) -> list[_Way]:
+    ways = []
+    for option in map(reuse_option, config.options):
+        recompute = option.recompute or engine.config.recompute
+        ways.append(_Way(option.name, REUSE_METHOD, option.chunk_options(engine.config.chunk), recompute))
+    return ways
+
+
 def _describe_run(engine: Engine, examples: Sequence[QualityExample], config: MeasureConfig) -> dict[str, Any]:
     """Everything that records depend on."""
     content = [json.dumps(example.to_dict(), sort_keys=True) for example in examples]
@@ -321,10 +329,9 @@ def _describe_run(engine: Engine, examples: Sequence[QualityExample], config: Me
         "model": engine.loaded.name,
         "dtype": str(engine.loaded.dtype),
         "examples": digest_fields(content).hex(),
-        "options": list(config.options),
+        "options": {way.name: asdict(way) for way in _ways_of(engine, config)},
         "system": config.system,
         "max_tokens": config.max_tokens,
-        "recompute": engine.config.recompute,
         "max_chunk_len": engine.config.cache.max_chunk_len,
         "documents_place": engine.config.documents_place,
         "chat_template": engine.config.chat_template,

@@ -21,7 +21,7 @@ def save_plot(summary: dict[str, Any], path: Path, title: str) -> None:
         from matplotlib import pyplot
     except ImportError as error:
         raise ConfigError("plots need the package matplotlib; run: pip install 'lazyattention[quality]'") from error
-    options = [name for name in summary["options"] if name != FULL_ATTENTION.name]
+    options = [name for name in summary["options"] if name != FULL_ATTENTION]
     has_golds = all("gold_nll" in summary["options"][name] for name in options)
     metric, label = ("gold_nll", "gold answer") if has_golds else ("nll", "full attention's answer")
     groups = [("all", summary)]

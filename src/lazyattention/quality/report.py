@@ -61,7 +61,7 @@ def _summarize(records: Sequence[Record], baseline: dict[str, dict[str, float]] 
             pairs = [
                 (record.metrics[name][metric], reference[metric])
                 for record in records
-                for reference in [record.metrics[FULL_ATTENTION.name] if baseline is None else baseline[record.id]]
+                for reference in [record.metrics[FULL_ATTENTION] if baseline is None else baseline[record.id]]
                 if metric in record.metrics[name] and metric in reference
             ]
             if pairs:
@@ -100,7 +100,7 @@ def summarize_against(records: Sequence[Record], others: Sequence[Record]) -> di
     baseline = {
         record.id: {
             metric: value
-            for metric, value in known[record.id].metrics[FULL_ATTENTION.name].items()
+            for metric, value in known[record.id].metrics[FULL_ATTENTION].items()
             if metric not in ("nll", "kl", "agreement", *COSTS)
         }
         for record in records
@@ -117,7 +117,7 @@ def loss_of(records: Sequence[Record], option: str, data: str) -> MeasuredLoss:
     metric = "gold_nll" if has_golds else "nll"
     found = paired_difference(
         [record.metrics[option][metric] for record in records],
-        [record.metrics[FULL_ATTENTION.name][metric] for record in records],
+        [record.metrics[FULL_ATTENTION][metric] for record in records],
     )
     return MeasuredLoss(found.mean, found.high, found.num_questions, metric, data)
 
@@ -132,7 +132,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         cells = []
         for name, metrics in summary["options"].items():
             entry = metrics.get(metric)
-            cells.append("" if entry is None else _cell(entry, is_full=name == FULL_ATTENTION.name))
+            cells.append("" if entry is None else _cell(entry, is_full=name == FULL_ATTENTION))
         if any(cells):
             table.add_row(_TITLES[metric], *cells)
     return table
@@ -143,7 +143,7 @@ def group_table(summary: dict[str, Any], grouping: str) -> Table | None:
     groups = summary[grouping]
     if len(groups) < 2:
         return None
-    has_golds = all("gold_nll" in part["options"][FULL_ATTENTION.name] for part in groups.values())
+    has_golds = all("gold_nll" in part["options"][FULL_ATTENTION] for part in groups.values())
     metrics = ("gold_nll", "containment") if has_golds else ("nll", "agreement")
     table = Table(title=grouping.replace("_", " "), title_justify="left")
     for title in ("group", "option"):
@@ -153,7 +153,7 @@ def group_table(summary: dict[str, Any], grouping: str) -> Table | None:
     for group, part in groups.items():
         for name, found in part["options"].items():
             values = [f"{found[metric]['value']['mean']:.3f}" for metric in metrics]
-            is_first = name == FULL_ATTENTION.name
+            is_first = name == FULL_ATTENTION
             table.add_row(group if is_first else "", name, str(part["num_questions"]) if is_first else "", *values)
     return table
 

@@ -16,7 +16,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.quality.datasets import build_dataset, is_builtin
 from lazyattention.quality.examples import QualityExample, read_answers, read_examples, read_lines
 from lazyattention.quality.measure import MeasureConfig, Record, measure, read_records
-from lazyattention.quality.options import REUSE_OPTIONS
+from lazyattention.quality.options import reuse_option
 from lazyattention.quality.plots import save_plot
 from lazyattention.quality.progress import progress_bar
 from lazyattention.quality.questions import passages_of, write_questions
@@ -177,9 +177,10 @@ def _read(paths: Sequence[Path]) -> list[Document]:
 
 def _remember(engine: Engine, records: Sequence[Record], request: QualityRequest) -> None:
     for name in request.config.options:
-        option = REUSE_OPTIONS[name]
+        option = reuse_option(name)
         recompute = option.recompute or engine.config.recompute
-        config = engine.config.of(engine.config, encoding=option.encoding, recompute=recompute)
+        chunk_options = option.chunk_options(engine.config.chunk)
+        config = engine.config.of(engine.config, chunk=chunk_options, recompute=recompute)
         remember_loss(engine.loaded.weights_id, config, loss_of(records, name, _data_name(request)))
 
 
