@@ -199,7 +199,7 @@ def test_failure_that_is_no_misuse_exits_with_1_and_interruption_with_130(monkey
         def describe():
             raise error
 
-        monkeypatch.setattr("lazyattention.cli.environment.describe_environment", describe)
+        monkeypatch.setattr("lazyattention.cli.environment.printable_environment", describe)
         return RUN.invoke(app, ["env"])
 
     result = fail(UnsupportedError("no such [thing]; do that"))

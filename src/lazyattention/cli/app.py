@@ -108,9 +108,9 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Print versions, hardware and settings; please add it to bug reports."""
-    from lazyattention.cli.environment import describe_environment
+    from lazyattention.cli.environment import printable_environment
 
-    facts = describe_environment()
+    facts = printable_environment()
     if as_json:
         out.print_json(json.dumps(facts))
         return

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audit record of a run: everything a reader needs to judge it, as plain JSON, with what it does not claim."""
 
-import importlib.metadata
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from lazyattention.unlearn.config import UnlearnConfig
 from lazyattention.unlearn.data import QAExample, dataset_digest
@@ -51,19 +47,6 @@ UNKNOWN_FROM_PAPER = (
     "train.batch_size",
     "train.schedule",
 )
-_PACKAGES = ("lazyattention", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy", "bitsandbytes")
-
-
-def environment() -> dict[str, Any]:
-    """Versions and hardware."""
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"python": platform.python_version(), "platform": platform.platform(), "device": device} | versions
 
 
 def config_digest(config: UnlearnConfig) -> str:

@@ -43,7 +43,7 @@ def render_report(record: Mapping[str, Any]) -> str:
     training, config = record["training"], record["config"]
     parts = [
         f"<h1>Unlearning report</h1><p class=note>request <code>{_e(record['request_id'])}</code> · model "
-        f"{_e(record['model']['name'])} · {_e(record['environment']['device'])}</p>",
+        f"{_e(record['model']['name'])} · {_e(_device(record['environment']))}</p>",
         _decision(record["decision"]),
         _summary_table(record),
         "<h2>What this report does not claim</h2><ul>"
@@ -208,6 +208,19 @@ def _neurons(training: Mapping[str, Any]) -> str:
     return "<h2>Neurons selected per layer</h2>" + plot_neurons(neurons) + text
 
 
+def _device(environment: Mapping[str, Any]) -> str:
+    return ", ".join(environment["gpu"]) or str(environment["processor"])
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401
+    """Words for a value of the environment: lists and versions with commas."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
+
+
 def _options(record: Mapping[str, Any]) -> str:
     unknown = set(record["unknown_from_paper"])
     rows = [
@@ -227,6 +240,6 @@ def _provenance(record: Mapping[str, Any]) -> str:
         ("neuron mask", record["training"]["neurons"]["digest"]),
         ("ledger entry", record.get("ledger", {}).get("hash", "–")),
         ("store purge", json.dumps(record.get("purge")) if record.get("purge") else "none asked for"),
-        *((name, str(value)) for name, value in record["environment"].items()),
+        *((name, _shown(value)) for name, value in record["environment"].items()),
     ]
     return "<h2>Provenance</h2>" + _table(("", ""), rows)

@@ -32,6 +32,7 @@ from lazyattention.unlearn.probes import run_probes
 from lazyattention.unlearn.purge import DeleteDocuments, request_purge
 from lazyattention.unlearn.report import write_report
 from lazyattention.unlearn.simu import UnlearnResult, UnlearnSets, attribution_cost, unlearn
+from lazyattention.utils.environment import describe_environment
 
 FORMATS = ("model", "adapter")
 
@@ -142,7 +143,7 @@ def run_request(
     record: dict[str, Any] = {
         "schema": audit.SCHEMA,
         "request_id": request.request_id or f"unlearn-{uuid.uuid4().hex[:12]}",
-        "environment": audit.environment(),
+        "environment": describe_environment(),
         "model": {"name": loaded.name, "digest_before": _digest(loaded)},
         "data": audit.describe_data(_sources(request), splits),
         "config": config.to_dict(),

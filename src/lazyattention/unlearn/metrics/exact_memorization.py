@@ -3,10 +3,9 @@
 
 from typing import Any
 
-from lazyattention.unlearn.metrics.context import EvalContext, ids_of
+from lazyattention.unlearn.metrics.context import EvalContext, mean_over_answers
 from lazyattention.unlearn.metrics.registry import Metric, register
 from lazyattention.unlearn.metrics.score import AnswerScores
-from lazyattention.unlearn.metrics.summaries import mean_over_examples
 
 
 def exact_memorization(scores: AnswerScores) -> float:
@@ -23,12 +22,7 @@ def exact_memorization(scores: AnswerScores) -> float:
 
 def compute(context: EvalContext) -> dict[str, Any]:
     """Per set: mean of `exact_memorization`."""
-    return {
-        "splits": {
-            name: mean_over_examples(ids_of(examples), [exact_memorization(scores) for scores in context.scores(name)])
-            for name, examples in context.splits.items()
-        }
-    }
+    return mean_over_answers(context, exact_memorization)
 
 
 EXACT_MEMORIZATION = register(

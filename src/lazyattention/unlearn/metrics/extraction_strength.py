@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from lazyattention.unlearn.metrics.context import EvalContext, ids_of
+from lazyattention.unlearn.metrics.context import EvalContext, mean_over_answers
 from lazyattention.unlearn.metrics.registry import Metric, register
 from lazyattention.unlearn.metrics.score import AnswerScores
-from lazyattention.unlearn.metrics.summaries import mean_over_examples
 
 
 def extraction_strength(scores: AnswerScores) -> float:
@@ -30,12 +29,7 @@ def extraction_strength(scores: AnswerScores) -> float:
 
 def compute(context: EvalContext) -> dict[str, Any]:
     """Per set: mean of `extraction_strength`."""
-    return {
-        "splits": {
-            name: mean_over_examples(ids_of(examples), [extraction_strength(scores) for scores in context.scores(name)])
-            for name, examples in context.splits.items()
-        }
-    }
+    return mean_over_answers(context, extraction_strength)
 
 
 EXTRACTION_STRENGTH = register(

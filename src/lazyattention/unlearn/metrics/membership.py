@@ -67,6 +67,12 @@ def attack(context: EvalContext, score: AttackScore, name: str) -> dict[str, Any
     }
 
 
+def attack_by_lowest(context: EvalContext, score: Callable[[AnswerScores, float], float], name: str) -> dict[str, Any]:
+    """`attack` with a score of the least likely tokens, whose share is `EvalOptions.min_k_fraction`."""
+    fraction = context.options.min_k_fraction
+    return {**attack(context, lambda scores, _: score(scores, fraction), name), "min_k_fraction": fraction}
+
+
 ATTACK_RANGE = "0 to 1"
 ATTACK_UNIT = "area under the ROC curve"
 ATTACK_DIRECTION = (

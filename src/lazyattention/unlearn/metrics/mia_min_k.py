@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyattention.unlearn.data import QAExample
 from lazyattention.unlearn.metrics.context import EvalContext
-from lazyattention.unlearn.metrics.membership import ATTACK_DIRECTION, ATTACK_RANGE, ATTACK_UNIT, attack
+from lazyattention.unlearn.metrics.membership import ATTACK_DIRECTION, ATTACK_RANGE, ATTACK_UNIT, attack_by_lowest
 from lazyattention.unlearn.metrics.registry import Metric, register
 from lazyattention.unlearn.metrics.score import AnswerScores
 
@@ -30,13 +29,8 @@ def min_k_score(scores: AnswerScores, fraction: float) -> float:
 
 
 def compute(context: EvalContext) -> dict[str, Any]:
-    """See `membership.attack`; the share of tokens is `EvalOptions.min_k_fraction`."""
-    fraction = context.options.min_k_fraction
-
-    def score(scores: AnswerScores, example: QAExample) -> float:
-        return min_k_score(scores, fraction)
-
-    return {**attack(context, score, "mia_min_k"), "min_k_fraction": fraction}
+    """See `membership.attack_by_lowest`."""
+    return attack_by_lowest(context, min_k_score, "mia_min_k")
 
 
 MIA_MIN_K = register(
