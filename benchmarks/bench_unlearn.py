@@ -15,6 +15,7 @@ model leaves a GPU waiting for the host, so several processes share it; a run's 
 
 import argparse
 import copy
+import os
 import subprocess
 import sys
 import time
@@ -390,6 +391,8 @@ def merge(args: argparse.Namespace) -> dict[str, Any] | None:
     path = args.output / "bench_unlearn.json"
     results = results_of(args.work, compare_options(args), args.arms.split(","))
     results["environment"] = describe_environment()
+    # Where no checkout is, whoever copied the tree says which commit it was.
+    results["commit"] = os.environ.get("COMMIT", "")
     results["arguments"] = {key: str(value) for key, value in vars(args).items()}
     results["configurations"] = {arm: arm_config(arm, args).to_dict() for arm in args.arms.split(",")}
     results["elapsed_s"] = time.time() - args.started

@@ -52,7 +52,7 @@ def _setting(results: Results) -> str:
     seeds = {len(_runs_of(results, arm["arm"])) for arm in results["comparison"]["arms"]} - {0}
     return (
         f"{where}, torch {environment['versions']['torch']}, transformers {environment['versions']['transformers']}, "
-        f"commit {environment['commit']}. Fine-tuned for {arguments['epochs']} epochs at {arguments['lr']} ({prepared}). "
+        f"commit {environment['commit'] or results['commit'] or 'unknown'}. Fine-tuned for {arguments['epochs']} epochs at {arguments['lr']} ({prepared}). "
         f"Forget loss: original {losses['original']:.3f}, retrained {losses['retrained']:.3f} nats per token; each run "
         f"ends where it reaches the latter. {' or '.join(map(str, sorted(seeds)))} seeds per arm; intervals are 95 %, "
         f"differences paired by seed. Probes with seed {' and '.join(map(str, range(int(arguments['probe_seeds']))))}; "
