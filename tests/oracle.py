@@ -67,15 +67,15 @@ class ChunkOracle:
         *,
         encoding: str = "after_preamble",
         mask: Mask | None = None,
-        chosen_pages: Sequence[Sequence[int]] | None = None,
-        page_size: int = 0,
+        chosen_blocks: Sequence[Sequence[int]] | None = None,
+        block_size: int = 0,
     ) -> torch.Tensor:
         """Logits `[1 + num_output_tokens, vocab_size]` of the prompt's last token and of each output token.
 
-        `encoding` is short for a mask with nothing else. Of each span, `chosen_pages` of `page_size` visible tokens are
+        `encoding` is short for a mask with nothing else. Of each span, `chosen_blocks` of `block_size` visible tokens are
         computed over everything before them; what is stored stays as it is.
         """
-        parts, start = self._context(layout, mask or Mask(encoding), chosen_pages, page_size)
+        parts, start = self._context(layout, mask or Mask(encoding), chosen_blocks, block_size)
         last = layout.spans[-1].token_ids
         logits, _ = self._run((*last, *output_token_ids), start, parts)
         return logits[len(last) - 1 :]
@@ -104,8 +104,8 @@ class ChunkOracle:
         self,
         layout: PromptLayout,
         mask: Mask,
-        chosen_pages: Sequence[Sequence[int]] | None = None,
-        page_size: int = 0,
+        chosen_blocks: Sequence[Sequence[int]] | None = None,
+        block_size: int = 0,
     ) -> tuple[list[Part], int]:
         """Keys and values of everything before the last span, and the position of that."""
         spans = list(layout.spans)
@@ -129,13 +129,13 @@ class ChunkOracle:
                 before = (*preamble, *mask.sink)
                 _, layers = self._run((*before, *token_ids), start - len(before), [])
                 hidden = min(mask.num_hidden, len(token_ids) - 1)
-                chosen = chosen_pages[index] if chosen_pages else ()
-                size = page_size if chosen else len(token_ids)
-                for page, begin in enumerate(range(hidden, len(token_ids), size)):
+                chosen = chosen_blocks[index] if chosen_blocks else ()
+                size = block_size if chosen else len(token_ids)
+                for block, begin in enumerate(range(hidden, len(token_ids), size)):
                     here = range(begin, min(begin + size, len(token_ids)))
                     seen = slice(len(before) + begin, len(before) + here.stop)
                     own = [(k[:, :, seen], v[:, :, seen]) for k, v in layers]
-                    if page in chosen:
+                    if block in chosen:
                         _, own = self._run(token_ids[begin : here.stop], start + begin, parts)
                     parts.append(Part(own, range(start + begin, start + here.stop)))
             behind = max(behind, start + len(token_ids))

@@ -55,7 +55,7 @@ def test_answer_goes_to_stdout_and_the_report_to_stderr(model, folder):
     assert "picture.png: a binary file" in result.stderr
 
 
-def test_pages_are_recomputed_on_request(model, folder):
+def test_blocks_are_recomputed_on_request(model, folder):
     [line] = ask_json("-m", model, "-d", folder, "--max-tokens", 4, "--recompute", "first:16", "what is alpha")
     assert line["num_recomputed_tokens"] == sum(item["num_recomputed_tokens"] for item in line["documents"]) > 0
     assert "recomputed" in ask("-m", model, "-d", folder, "--recompute", "attention:0.5", "what").stderr

@@ -126,7 +126,7 @@ class EngineConfig:
         chunk: How documents are encoded, placed and looked at; requests may bring their own.
         reuse_method: Name of a reuse method: rotate_query, rotate_key, copy_rotate, chunk_recompute, prefix,
             full_recompute.
-        recompute: Which pages of stored documents each request computes anew, unless it says otherwise: "first:TOKENS",
+        recompute: Which blocks of stored documents each request computes anew, unless it says otherwise: "first:TOKENS",
             "deviation:SHARE", "attention:SHARE"; None = none.
         max_loss: Reuse only if it was measured to make answers at most this much less likely, in nats per answer token;
             otherwise recompute with full attention. None = always reuse.

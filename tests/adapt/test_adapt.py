@@ -302,7 +302,7 @@ def test_a_model_trained_under_other_attention_is_refused(tmp_path, monkeypatch)
         run_adapt(load_tiny(), request_of(tmp_path))
 
 
-def test_recomputed_pages_are_not_trained_for_and_said_so(tmp_path):
+def test_recomputed_blocks_are_not_trained_for_and_said_so(tmp_path):
     with pytest.raises(ConfigError, match="first:16"):
         run_adapt(load_tiny(), request_of(tmp_path), EngineConfig.of(recompute="first:16"))
     assert not list(tmp_path.iterdir())

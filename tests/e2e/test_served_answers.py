@@ -57,7 +57,7 @@ def test_answers_over_http_equal_the_offline_engine(loaded, server):
             assert answer.usage.prompt_tokens == expected.num_prompt_tokens
 
 
-async def test_recomputed_pages_over_http_equal_the_offline_engine(loaded, server):
+async def test_recomputed_blocks_over_http_equal_the_offline_engine(loaded, server):
     messages, documents = conversation(77)
     with LLM(loaded, config=EngineConfig(cache=CacheConfig(num_blocks=500))) as llm, httpx.Client() as client:
         body = {"model": "tiny", "messages": messages, "documents": documents, "temperature": 0, "max_tokens": 12}

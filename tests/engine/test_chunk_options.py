@@ -264,7 +264,7 @@ def test_positions_count_against_max_model_len_not_tokens():
     assert not engine.has_work
 
 
-def test_recomputed_pages_go_with_hidden_tokens_and_sinks_and_not_with_parallel_positions():
+def test_recomputed_blocks_go_with_hidden_tokens_and_sinks_and_not_with_parallel_positions():
     engine = make_small(block_size=4)
     options = ChunkOptions(num_hidden=3, sink=TEXT, separator=TEXT)
     layout = prompt("p11 d9 d16 d33 t5")
@@ -276,7 +276,7 @@ def test_recomputed_pages_go_with_hidden_tokens_and_sinks_and_not_with_parallel_
             )
             token_ids = drain(engine)[method + request_id].outputs[0].token_ids
             want = oracle_of(num_hidden_layers=1).logits(
-                layout, token_ids[:-1], mask=mask_of(options), chosen_pages=[(0, 1)] * 4, page_size=4
+                layout, token_ids[:-1], mask=mask_of(options), chosen_blocks=[(0, 1)] * 4, block_size=4
             )
             assert error_of(recorder.of(method + request_id), want) < TOLERANCE
             engine.check_idle()

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from fixtures.symbolic_model import SymbolicRunner, expected_tokens
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, make_engine, prompt
-from lazyattention.engine import page_chooser
+from lazyattention.engine import block_chooser
 from lazyattention.engine.request import RequestStatus
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import NotFoundError, RequestError
@@ -82,14 +82,14 @@ class Schedules(RuleBasedStateMachine):
         self.clock = self.engine.cache._clock = Clock()
         self.runner = SymbolicRunner(self.engine, keeps_plans=keeps_plans)
         self.chunking = self.engine.prompts.chunking(self.engine.config.chunk)
-        self.chosen_pages = {}
+        self.chosen_blocks = {}
         choose = self.engine._admission.choose
 
         def choose_once(group, scores=None):
-            assert group.request_id not in self.chosen_pages
+            assert group.request_id not in self.chosen_blocks
             choose(group, scores)
             visible = [not planned.is_hidden for planned in group.plan.spans]
-            self.chosen_pages[group.request_id] = list(itertools.compress(group.chosen_pages, visible))
+            self.chosen_blocks[group.request_id] = list(itertools.compress(group.chosen_blocks, visible))
 
         self.engine._admission.choose = choose_once
 
@@ -199,7 +199,7 @@ class Schedules(RuleBasedStateMachine):
             layout,
             params.max_tokens,
             seen,
-            self.chosen_pages.get(output.request_id),
+            self.chosen_blocks.get(output.request_id),
             self.engine.cache.block_size,
             num_hidden=options.num_hidden,
             sink=self.chunking.sink,
@@ -302,7 +302,7 @@ def _run(max_examples, stateful_step_count):
 
 @pytest.fixture(autouse=True)
 def no_tensors(monkeypatch):
-    monkeypatch.setattr(page_chooser, "kv_deviations", made_up_deviations)
+    monkeypatch.setattr(block_chooser, "kv_deviations", made_up_deviations)
 
 
 def test_any_schedule():

@@ -91,7 +91,7 @@ def test_every_method_of_the_chunk_mask_gives_the_same_answer(llm):
     assert answers.count(answers[0]) == len(methods)
 
 
-def test_recomputed_pages_can_be_asked_for_everywhere(llm):
+def test_recomputed_blocks_can_be_asked_for_everywhere(llm):
     documents = ["the lighthouse stands on the northern cape " * 3, "its lamp was lit in the spring"]
     for [output] in (
         llm.chat(QUESTION, GREEDY, documents=documents, recompute="first:16"),

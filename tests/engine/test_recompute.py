@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages computed anew: the logits equal the oracle's with the same pages, evidence equals a computation without us."""
+"""Blocks computed anew: the logits equal the oracle's with the same blocks, evidence equals a computation without us."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fixtures.kernel_engine import kernel_engine
 from fixtures.tiny_engine import GREEDY, answer, drain, loaded_tiny, make_engine, prompt
 from fixtures.tiny_models import tiny_model
-from lazyattention.engine import page_chooser
+from lazyattention.engine import block_chooser
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import ConfigError, RequestError
 from lazyattention.reuse import PromptLayout, Span
@@ -38,28 +38,28 @@ def small_oracle():
 
 
 class Choices:
-    """Remembers the pages and scores of every request that an engine serves."""
+    """Remembers the blocks and scores of every request that an engine serves."""
 
     def __init__(self, engine):
-        self.pages, self.scores, self.num_choices = {}, {}, 0
+        self.blocks, self.scores, self.num_choices = {}, {}, 0
         choose = engine._admission.choose
 
         def choose_and_remember(group, scores=None):
             choose(group, scores)
             self.num_choices += 1
-            self.pages[group.request_id] = group.chosen_pages
+            self.blocks[group.request_id] = group.chosen_blocks
             self.scores[group.request_id] = scores
 
         engine._admission.choose = choose_and_remember
 
 
-def pages_of(token_scores, layout, page_size):
-    """Sum an oracle's token scores by page."""
+def block_sums(token_scores, layout, block_size):
+    """Sum an oracle's token scores by block."""
     rows, start = [], 0
     for span in layout.spans:
         own = token_scores[start : start + len(span.token_ids)]
-        pages = own.split(page_size) if span.is_document and span.token_ids else []
-        rows.append([float(page.sum()) for page in pages])
+        blocks = own.split(block_size) if span.is_document and span.token_ids else []
+        rows.append([float(block.sum()) for block in blocks])
         start += len(span.token_ids)
     return rows
 
@@ -76,13 +76,13 @@ def errors_of(engine, oracle, requests, *, encoding="after_preamble"):
         output = outputs[request_id]
         token_ids = output.outputs[0].token_ids
         assert len(token_ids) == GREEDY.max_tokens, output.error
-        pages = choices.pages.get(request_id)
+        blocks = choices.blocks.get(request_id)
         want = oracle.logits(
             prompt(shorthand),
             token_ids[:-1],
             encoding=encoding,
-            chosen_pages=pages,
-            page_size=engine.cache.block_size,
+            chosen_blocks=blocks,
+            block_size=engine.cache.block_size,
         )
         errors[request_id] = error_of(recorder.of(request_id), want)
     return errors, outputs, choices
@@ -107,22 +107,22 @@ def test_every_policy_gives_the_oracles_logits(encoding, max_num_batched_tokens,
         assert_small(errors)
         for request_id, output in outputs.items():
             assert 0 < output.num_recomputed_tokens < 76, request_id
-            assert any(map(len, choices.pages[request_id]))
+            assert any(map(len, choices.blocks[request_id]))
     assert engine._checksums.num_checks > 0
 
 
-def test_a_page_recomputed_is_not_the_page_stored():
-    """What must be told apart is far apart: with other pages than the chosen ones the oracle disagrees."""
+def test_a_block_recomputed_is_not_the_block_stored():
+    """What must be told apart is far apart: with other blocks than the chosen ones the oracle disagrees."""
     engine = make_engine()
     recorder, choices = LogitsRecorder(engine), Choices(engine)
     token_ids = answer(engine, prompt(PROMPT), recompute="first:8").outputs[0].token_ids
     others = [
-        tuple(page + 1 for page in pages if len(s.token_ids) > 16)
-        for pages, s in zip(choices.pages["only"], prompt(PROMPT).spans, strict=True)
+        tuple(block + 1 for block in blocks if len(s.token_ids) > 16)
+        for blocks, s in zip(choices.blocks["only"], prompt(PROMPT).spans, strict=True)
     ]
-    for pages in (None, others):
+    for blocks in (None, others):
         want = small_oracle().logits(
-            prompt(PROMPT), token_ids[:-1], encoding="after_preamble", chosen_pages=pages, page_size=8
+            prompt(PROMPT), token_ids[:-1], encoding="after_preamble", chosen_blocks=blocks, block_size=8
         )
         assert error_of(recorder.of("only"), want) > 100 * TOLERANCE
 
@@ -140,11 +140,11 @@ def test_recomputing_everything_is_full_attention(method, recompute):
     engine.check_idle()
 
 
-def test_first_chooses_whole_pages_from_the_start_of_every_document():
+def test_first_chooses_whole_blocks_from_the_start_of_every_document():
     engine = make_engine(block_size=4)
     choices = Choices(engine)
     answer(engine, prompt("p11 d9 d33 t6 d3 d0 t5"), recompute="first:5")
-    assert choices.pages["only"] == ((), (0, 1), (0, 1), (), (0,), (), ())
+    assert choices.blocks["only"] == ((), (0, 1), (0, 1), (), (0,), (), ())
 
 
 @pytest.mark.parametrize("name", ["deviation", "attention"])
@@ -152,8 +152,8 @@ def test_shares_are_rounded_up_and_taken_from_the_highest_scores(name):
     policy = RECOMPUTE_POLICIES[name]
     scores = [[], [1.0, 9.0, 2.0], [8.0], [3.0, 3.0, 7.0]]
     assert policy.choose(0.3, [0, 3, 1, 3], 16, scores) == ((), (1,), (0,), (2,))
-    assert policy.num_pages(0.15, [20], 16) == 3
-    assert policy.num_pages(0.01, [20], 16) == 1
+    assert policy.num_blocks(0.15, [20], 16) == 3
+    assert policy.num_blocks(0.01, [20], 16) == 1
     assert policy.choose(1.0, [0, 3, 1, 3], 16, scores) == ((), (0, 1, 2), (0,), (0, 1, 2))
 
 
@@ -170,7 +170,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
 def test_evidence_equals_the_models_own(model_type, variant):
-    """Scores by page against transformers' eager attention; then the logits."""
+    """Scores by block against transformers' eager attention; then the logits."""
     engine = make_engine(loaded_tiny(model_type, variant), encoding="after_preamble", max_num_batched_tokens=13)
     oracle = oracle_of(model_type, variant)
     requests = [
@@ -185,7 +185,7 @@ def test_evidence_equals_the_models_own(model_type, variant):
         "deviation": oracle.kv_deviation(layout, encoding="after_preamble"),
     }
     for request_id, _, _, _ in requests:
-        want = pages_of(wanted[request_id.split()[1]], layout, 8)
+        want = block_sums(wanted[request_id.split()[1]], layout, 8)
         assert [len(row) for row in choices.scores[request_id]] == [len(row) for row in want]
         for got_row, want_row in zip(choices.scores[request_id], want, strict=True):
             torch.testing.assert_close(torch.tensor(got_row), torch.tensor(want_row), rtol=1e-4, atol=1e-4)
@@ -208,18 +208,18 @@ def test_only_the_end_of_a_long_question_is_watched(monkeypatch):
         scores.append([number for row in choices.scores["only"] for number in row])
     assert scores[0] == pytest.approx(scores[1])
     assert scores[0] != pytest.approx(scores[2])
-    want = pages_of(small_oracle().question_attention(prompt(whole), encoding="after_preamble"), prompt(whole), 8)
+    want = block_sums(small_oracle().question_attention(prompt(whole), encoding="after_preamble"), prompt(whole), 8)
     assert scores[0] == pytest.approx([number for row in want for number in row], rel=1e-4)
 
 
-def prefer(engine, page_of_span):
-    """Let `attention` and `deviation` choose these pages first, whatever the evidence."""
+def prefer(engine, blocks_of_span):
+    """Let `attention` and `deviation` choose these blocks first, whatever the evidence."""
 
     def scores(group, token_scores):
-        counts = engine._admission.page_counts(group.plan)
-        return [[float(page in page_of_span(span)) for page in range(count)] for span, count in enumerate(counts)]
+        counts = engine._admission.block_counts(group.plan)
+        return [[float(block in blocks_of_span(span)) for block in range(count)] for span, count in enumerate(counts)]
 
-    engine._pages._page_scores = scores
+    engine._chooser._block_scores = scores
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -231,7 +231,7 @@ def test_the_gpus_path_gives_the_oracles_logits(compile):
             errors, _, choices = errors_of(engine, small_oracle(), requests)
             assert_small(errors)
         for method in SHARED_METHODS:
-            want = pages_of(
+            want = block_sums(
                 small_oracle().question_attention(prompt(PROMPT), encoding="after_preamble"), prompt(PROMPT), 8
             )
             got = choices.scores[f"{method}/attention:0.3"]
@@ -240,11 +240,11 @@ def test_the_gpus_path_gives_the_oracles_logits(compile):
         requests = [(method, "p11 d33 d40 t5", "attention:0.4", method) for method in SHARED_METHODS]
         errors, _, choices = errors_of(engine, small_oracle(), requests)
         assert_small(errors)
-        assert set(choices.pages.values()) == {((), (1, 3), (1, 3), ())}
+        assert set(choices.blocks.values()) == {((), (1, 3), (1, 3), ())}
 
 
 def test_two_choices_over_one_chunk_in_one_batch():
-    """Both read the same stored pages, replace others, and leave the chunk as it was (checksums)."""
+    """Both read the same stored blocks, replace others, and leave the chunk as it was (checksums)."""
     engine = make_engine(block_size=8)
     answer(engine, prompt("p11 d33 d9 t5"), request_id="warm")
     requests = [
@@ -265,7 +265,7 @@ def test_two_choices_over_one_chunk_in_one_batch():
 
 
 def test_stored_text_never_crosses_choices():
-    """Text and private pages are kept for the same choice only; here every later request follows the same tokens."""
+    """Text and private blocks are kept for the same choice only; here every later request follows the same tokens."""
     engine = make_engine(block_size=4)
     for number in range(2):
         requests = [
@@ -284,21 +284,23 @@ def test_stored_text_never_crosses_choices():
         answer(one, layout, recompute="attention:0.2")
     assert sum(got.scores["only"], []) == pytest.approx(sum(want.scores["only"], [])), "all of the question is watched"
     output = answer(engine, layout, recompute="first:4")
-    assert output.num_computed_tokens == 1, "private pages and text of the same choice are found"
+    assert output.num_computed_tokens == 1, "private blocks and text of the same choice are found"
     assert output.num_recomputed_tokens == 8
 
 
-def test_stored_text_knows_which_of_two_equal_pages_was_recomputed():
+def test_stored_text_knows_which_of_two_equal_blocks_was_recomputed():
     engine = make_engine(block_size=4)
     recorder = LogitsRecorder(engine)
     tokens = prompt("p11 t4 t9").spans
     layout = PromptLayout((tokens[0], Span(tokens[1].token_ids * 6, document_id="same"), tokens[2]))
-    for page in (1, 2, 4):
-        prefer(engine, lambda span, page=page: (page,))
-        pages = ((), (page,), ())
-        token_ids = answer(engine, layout, request_id=f"{page}", recompute="attention:0.1").outputs[0].token_ids
-        want = small_oracle().logits(layout, token_ids[:-1], encoding="after_preamble", chosen_pages=pages, page_size=4)
-        assert error_of(recorder.of(f"{page}"), want) < TOLERANCE
+    for block in (1, 2, 4):
+        prefer(engine, lambda span, block=block: (block,))
+        blocks = ((), (block,), ())
+        token_ids = answer(engine, layout, request_id=f"{block}", recompute="attention:0.1").outputs[0].token_ids
+        want = small_oracle().logits(
+            layout, token_ids[:-1], encoding="after_preamble", chosen_blocks=blocks, block_size=4
+        )
+        assert error_of(recorder.of(f"{block}"), want) < TOLERANCE
 
 
 def test_what_is_reported():
@@ -333,7 +335,7 @@ def test_selection_is_reported(recompute, num_selection_tokens):
     engine = make_engine(block_size=8)
     answer(engine, prompt("p11 d33 d9 t7"), request_id="warm")
     output = answer(engine, prompt("p11 d33 d9 t5"), recompute=recompute)
-    # 5 + 2 pages, 30 % of them rounded up.
+    # 5 + 2 blocks, 30 % of them rounded up.
     assert sum(math.ceil(d.num_recomputed_tokens / 8) for d in output.documents) == 3
     assert output.num_recomputed_tokens == sum(d.num_recomputed_tokens for d in output.documents)
     assert [d.status for d in output.documents] == ["hit", "hit"]
@@ -361,7 +363,7 @@ def test_the_engines_option_is_the_default_where_it_can_be():
         "no documents": {"layout": prompt("t9")},
     }.items():
         answer(engine, more.pop("layout", layout), request_id=request_id, **more)
-    assert choices.pages == {"default": ((), (0,), ()), "other": ((), (0, 1), ()), "object": ((), (0,), ())}
+    assert choices.blocks == {"default": ((), (0,), ()), "other": ((), (0, 1), ()), "object": ((), (0,), ())}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -449,7 +451,7 @@ def test_any_mix_in_a_tight_pool(
     ]
     errors, _, choices = errors_of(engine, small_oracle(), requests, encoding=encoding)
     assert_small(errors)
-    assert choices.num_choices <= len(requests), "once chosen, pages stay chosen"
+    assert choices.num_choices <= len(requests), "once chosen, blocks stay chosen"
 
 
 @pytest.mark.parametrize("recompute", ["first:8", "deviation:0.4", "attention:0.4"])
@@ -512,7 +514,7 @@ def test_a_failing_selection_ends_its_request_alone(monkeypatch):
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(page_chooser, "kv_deviations", fail)
+    monkeypatch.setattr(block_chooser, "kv_deviations", fail)
     engine = make_engine()
     engine.add_request("one", prompt("p11 d33 t5"), GREEDY, recompute="deviation:0.4")
     engine.add_request("two", prompt("p11 d33 t7"), GREEDY)
@@ -559,8 +561,8 @@ def test_siblings_choose_once():
         ("d8 d4 t5", "first:1", 6),
     ],
 )
-def test_room_is_counted_with_the_private_pages(shorthand, recompute, num_blocks):
-    """Chunks, private pages, and two blocks for question and answer, of four tokens each."""
+def test_room_is_counted_with_the_private_blocks(shorthand, recompute, num_blocks):
+    """Chunks, private blocks, and two blocks for question and answer, of four tokens each."""
     engine = make_engine(block_size=4, num_blocks=num_blocks)
     assert answer(engine, prompt(shorthand), recompute=recompute).error is None
     engine = make_engine(block_size=4, num_blocks=num_blocks - 1)

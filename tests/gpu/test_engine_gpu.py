@@ -74,7 +74,7 @@ def test_float32_gives_the_tokens_and_logits_of_float64_on_the_cpu(model_type, v
 @pytest.mark.parametrize("recompute", ["first:16", "deviation:0.3", "attention:0.3"])
 @pytest.mark.parametrize("method", ["rotate_query", "rotate_key"])
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
-def test_recomputed_pages_are_those_of_the_cpu_and_so_are_the_logits(model_type, variant, method, recompute):
+def test_recomputed_blocks_are_those_of_the_cpu_and_so_are_the_logits(model_type, variant, method, recompute):
     cpu = engine_on("cpu", model_type, variant, torch.float64)
     gpu = gpu_engine(model_type, variant, torch.float32)
     logits, tokens = {}, {}
@@ -85,7 +85,7 @@ def test_recomputed_pages_are_those_of_the_cpu_and_so_are_the_logits(model_type,
 
         def remember(group, given=None, *, engine=engine, choose=choose, found=found):
             choose(engine._admission, group, given)
-            found[group.request_id] = (group.chosen_pages, sum(given or [], []))
+            found[group.request_id] = (group.chosen_blocks, sum(given or [], []))
 
         engine._admission.choose = remember
         logits[name], tokens[name] = run_all(engine, method, recompute=recompute)
@@ -93,9 +93,11 @@ def test_recomputed_pages_are_those_of_the_cpu_and_so_are_the_logits(model_type,
         engine.check_idle()
         assert found
         num_compared = 0
-        for request_id, (pages, numbers) in scores["cpu"].items():
+        for request_id, (blocks, numbers) in scores["cpu"].items():
             assert found[request_id][1] == pytest.approx(numbers, rel=2e-3, abs=1e-3)
-            if found[request_id][0] != pages:  # a first document deviates by rounding only, so its pages are all alike
+            if (
+                found[request_id][0] != blocks
+            ):  # a first document deviates by rounding only, so its blocks are all alike
                 assert min(sum(numbers), *numbers) < 1e-3
                 continue
             num_compared += 1

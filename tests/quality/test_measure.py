@@ -93,7 +93,7 @@ def test_what_an_option_costs_is_counted_over_stored_documents(tmp_path):
     assert shares["after_preamble"] == pytest.approx(num_question)
     first = sum(min(16, len(span.token_ids)) for span in layout.spans if span.is_document)
     assert shares["recompute_first_16"] == pytest.approx(num_question + first)
-    # All of the prompt before the question, through both layers of two; then the chosen pages.
+    # All of the prompt before the question, through both layers of two; then the chosen blocks.
     assert shares["recompute_deviation_15"] > layout.num_tokens
     assert 2 * num_question < shares["recompute_attention_15"] < 2 * num_question + num_documents
     assert all(found["ttft_s"] > 0 for record in records for found in record.metrics.values())
@@ -106,12 +106,12 @@ def test_what_an_option_costs_is_counted_over_stored_documents(tmp_path):
     engine.check_idle()
 
 
-def test_pages_of_the_engines_option_are_measured_and_remembered(tmp_path):
+def test_blocks_of_the_engines_option_are_measured_and_remembered(tmp_path):
     """`--recompute` changes what the plain options are; their loss is not that of engines without it."""
     measured = measure(engine_of(), EXAMPLES[:2], CONFIG, tmp_path / "without")
     engine = engine_of(recompute="first:16")
-    with_pages = measure(engine, EXAMPLES[:2], CONFIG, tmp_path / "with")
-    share = [one[0].metrics["after_preamble"]["computed_share"] for one in (measured, with_pages)]
+    with_blocks = measure(engine, EXAMPLES[:2], CONFIG, tmp_path / "with")
+    share = [one[0].metrics["after_preamble"]["computed_share"] for one in (measured, with_blocks)]
     assert share[1] > share[0]
     with pytest.raises(ConfigError, match="differs in options"):
         measure(engine, EXAMPLES[:2], CONFIG, tmp_path / "without")
@@ -124,10 +124,10 @@ def test_pages_of_the_engines_option_are_measured_and_remembered(tmp_path):
         ),
     )
     weights_id = engine.loaded.weights_id
-    plain, pages = (find_loss(weights_id, engine_of(**more).config) for more in ({}, {"recompute": "first:16"}))
+    plain, blocks = (find_loss(weights_id, engine_of(**more).config) for more in ({}, {"recompute": "first:16"}))
     assert plain is not None
-    assert pages is not None
-    assert plain.loss != pages.loss
+    assert blocks is not None
+    assert plain.loss != blocks.loss
     assert find_loss(weights_id, engine_of(recompute="first:8").config) is None
 
 

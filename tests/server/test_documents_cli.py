@@ -15,7 +15,7 @@ from lazyattention import envs
 from lazyattention.cli.app import app
 from lazyattention.documents.document import Document
 from lazyattention.errors import LazyAttentionError, RequestError
-from lazyattention.server.client import DocumentClient
+from lazyattention.documents.client import DocumentClient
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
 
     Raises:
         ConfigError: Data cannot be read or made, peft is missing, the folder holds another run, or the engine's options
-            ask for recomputed pages.
+            ask for recomputed blocks.
         UnsupportedError: The model's training attention does not equal the engine's.
     """
     started_s = time.perf_counter()

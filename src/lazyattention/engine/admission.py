@@ -58,15 +58,17 @@ class Admission:
     def num_blocks_ever(self, group: RequestGroup, max_tokens: int) -> int:
         """Blocks a sequence holds at its end, if it shares nothing with anybody: what must fit at all."""
         plan = group.plan
-        page_counts = self.page_counts(plan)
+        block_counts = self.block_counts(plan)
         seen: set[tuple[tuple[int, ...], ...]] = set()
         num_blocks = 0
         if group.recompute is not None:
             policy = RECOMPUTE_POLICIES[group.recompute.policy]
-            num_blocks = policy.num_pages(group.recompute.amount, page_counts, self._cache.block_size)
+            num_blocks = policy.num_blocks(group.recompute.amount, block_counts, self._cache.block_size)
         for index, planned in enumerate(plan.spans):
             num_tokens = planned.num_tokens + (max_tokens if index == len(plan.spans) - 1 else 0)
-            is_recomputed = group.chosen_pages is not None and len(group.chosen_pages[index]) == page_counts[index] > 0
+            is_recomputed = (
+                group.chosen_blocks is not None and len(group.chosen_blocks[index]) == block_counts[index] > 0
+            )
             content = tuple(plan.spans[place].span.token_ids for place in (*planned.context, index))
             if planned.use in (SpanUse.SHARED, SpanUse.COPIED) and content not in seen and not is_recomputed:
                 seen.add(content)
@@ -75,25 +77,25 @@ class Admission:
                 num_blocks += self._cache.num_blocks_of(num_tokens)
         return num_blocks
 
-    def page_counts(self, plan: ReusePlan) -> list[int]:
-        """Return the pages of each span that may be recomputed: a document's visible blocks; none for text."""
+    def block_counts(self, plan: ReusePlan) -> list[int]:
+        """Return the blocks of each span that may be recomputed: a document's visible blocks; none for text."""
         return [
             self._cache.num_blocks_of(planned.num_tokens) if planned.span.is_document and not planned.is_hidden else 0
             for planned in plan.spans
         ]
 
     def choose(self, group: RequestGroup, scores: Seq[Seq[float]] | None = None) -> None:
-        """Choose which pages a request computes anew; they stay chosen, through preemption too.
+        """Choose which blocks a request computes anew; they stay chosen, through preemption too.
 
         Args:
             group: A request with `recompute`.
-            scores: Per span of its plan one number per page; None for policies that need no evidence.
+            scores: Per span of its plan one number per block; None for policies that need no evidence.
         """
         assert group.recompute is not None
-        page_counts = self.page_counts(group.plan)
+        block_counts = self.block_counts(group.plan)
         block_size = self._cache.block_size
         policy = RECOMPUTE_POLICIES[group.recompute.policy]
-        group.chosen_pages = policy.choose(group.recompute.amount, page_counts, block_size, scores)
+        group.chosen_blocks = policy.choose(group.recompute.amount, block_counts, block_size, scores)
         group.must_report = True
 
     def admit(self, sequence: Sequence) -> bool:
@@ -121,7 +123,7 @@ class Admission:
         if chain is not None:
             chain.count_hits()
         sequence.spans, sequence.chain = spans, chain
-        sequence.page_scores = None
+        sequence.question_attention = None
         if group.must_report:
             if group.found is None:
                 group.found = found
@@ -155,19 +157,19 @@ class Admission:
             state = SpanState(planned.use, list(planned.span.token_ids), planned.start, index)
             if planned.use in (SpanUse.SHARED, SpanUse.COPIED):
                 state.chunk_key = key_of(index, planned.span.scope or group.scope)
-            spans += self._cut(state, group.chosen_pages[index]) if group.chosen_pages is not None else [state]
+            spans += self._cut(state, group.chosen_blocks[index]) if group.chosen_blocks is not None else [state]
         spans[-1].token_ids += sequence.output_token_ids
         return spans
 
     def _cut(self, span: SpanState, chosen: tuple[int, ...]) -> list[SpanState]:
-        """Cut a document where chosen pages meet others: these are read in place, those are text of the request."""
+        """Cut a document where chosen blocks meet others: these are read in place, those are text of the request."""
         if not chosen:
             return [span]
         block_size = self._cache.block_size
         num_tokens = len(span.token_ids)
-        pages = range(self._cache.num_blocks_of(num_tokens))
+        blocks = range(self._cache.num_blocks_of(num_tokens))
         parts = []
-        for is_chosen, run in itertools.groupby(pages, set(chosen).__contains__):
+        for is_chosen, run in itertools.groupby(blocks, set(chosen).__contains__):
             first, *rest = run
             start, end = first * block_size, min(num_tokens, (first + len(rest) + 1) * block_size)
             part = SpanState(SpanUse.TEXT, span.token_ids[start:end], span.start + start, span.source)
@@ -264,7 +266,7 @@ class Admission:
                 stats.num_miss_tokens += num_tokens - num_found
 
     def _report(self, group: RequestGroup, spans: list[SpanState], found: list[str]) -> None:
-        """Say what becomes of each document; again once it is known which pages are computed anew."""
+        """Say what becomes of each document; again once it is known which blocks are computed anew."""
         group.must_report = False
         group.documents, group.num_reused_tokens, group.num_recomputed_tokens = [], 0, 0
         for index, (planned, reason) in enumerate(zip(group.plan.spans, found, strict=True)):

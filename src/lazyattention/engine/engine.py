@@ -12,13 +12,13 @@ from lazyattention.cache.manager import CacheManager
 from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.admission import Admission, CacheIdentity
 from lazyattention.engine.batch import Batch
+from lazyattention.engine.block_chooser import BlockChooser, check_positions, check_recompute, default_recompute
 from lazyattention.engine.checksums import ChecksumGuard
 from lazyattention.engine.detokenizer import Detokenizer
 from lazyattention.engine.documents import DocumentManager
 from lazyattention.engine.gate import decide
 from lazyattention.engine.model_runner import ModelRunner
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput, Timings
-from lazyattention.engine.page_chooser import PageChooser, check_positions, check_recompute, default_recompute
 from lazyattention.engine.prompt import PromptBuilder
 from lazyattention.engine.request import RequestGroup, Sequence
 from lazyattention.engine.sampler import SampledToken, Sampler, SamplingRow, seed_key
@@ -49,8 +49,8 @@ class EngineStats:
         num_output_tokens: Tokens sampled.
         num_finished: Requests that ended, for whatever reason.
         num_failed: Of these, with an error.
-        num_recomputed_tokens: Document tokens in pages that were computed anew, of requests that ran and ended.
-        num_selections: Requests for which it was measured which pages to compute anew.
+        num_recomputed_tokens: Document tokens in blocks that were computed anew, of requests that ran and ended.
+        num_selections: Requests for which it was measured which blocks to compute anew.
         num_selection_tokens: Tokens computed for that, in the share of the model's layers that they went through.
         selection_s: Seconds inside passes made for that alone.
         forward_s: Seconds inside the model's forward.
@@ -105,7 +105,7 @@ class Engine:
         self.max_model_len = min(self.config.scheduler.max_model_len or loaded.max_model_len, loaded.max_model_len)
         self._admission = Admission(self.cache, identity)
         self.scheduler = Scheduler(self.cache, self._admission, self.config.scheduler)
-        self._pages = PageChooser(self.model_runner, self._admission)
+        self._chooser = BlockChooser(self.model_runner, self._admission)
         self.sampler = Sampler(tuple(loaded.eos_token_ids))
         self._groups: dict[str, RequestGroup] = {}
         self.prompts = PromptBuilder(
@@ -155,7 +155,7 @@ class Engine:
                 recompute documents with full attention.
             reuse_method: Another method than the engine's, for this request; overrides the gate, so leave `reuse` out.
             chunk_options: Other chunk options than the engine's, for this request; chunks of both lie in one store.
-            recompute: Which pages of stored documents to compute anew for this request: "first:16", "deviation:0.15",
+            recompute: Which blocks of stored documents to compute anew for this request: "first:16", "deviation:0.15",
                 "attention:0.15" or "none"; None = as the engine's option says, for methods that read chunks in place.
             deadline_s: Monotonic seconds after which it is ended with an error.
             arrival_s: When it came in, if not now.
@@ -191,7 +191,7 @@ class Engine:
             request_id, layout, layout.token_ids, params, method, plan, scope, timings, deadline_s=deadline_s
         )
         group.recompute = chosen_recompute
-        self._pages.choose_at_once(group)
+        self._chooser.choose_at_once(group)
         for index in range(params.n):
             group.sequences.append(self._new_sequence(group, index))
         try:
@@ -226,7 +226,7 @@ class Engine:
         if step.pieces:
             try:
                 batch = self.model_runner.build_batch(step)
-                batch.observer = self._pages.watch(step)
+                batch.observer = self._chooser.watch(step)
                 tokens = self._run(batch)
             except Exception as error:  # whatever the model raises must not take other requests along
                 logger.exception("a forward pass over %d tokens failed", step.num_tokens)
@@ -236,7 +236,7 @@ class Engine:
                 changed = self._update(batch, tokens)
                 if self._checksums is not None:
                     self._checksums.after_step(step, batch)
-        self._choose_pages()
+        self._choose_blocks()
         self.stats.step_s += time.perf_counter() - started_s
         return self._collect(changed)
 
@@ -385,7 +385,7 @@ class Engine:
                 waited_s = now - group.timings.arrival_s
                 self._fail(group, CapacityError(f"the request's deadline passed after {waited_s:.1f} s; retry later"))
 
-    def _choose_pages(self) -> None:
+    def _choose_blocks(self) -> None:
         """Let running requests whose evidence is there choose what to recompute, and start anew with that."""
         for sequence in list(self.scheduler.running):
             group = sequence.group
@@ -394,9 +394,9 @@ class Engine:
                 continue
             started_s = time.perf_counter()
             try:
-                num_tokens = self._pages.choose(sequence)
+                num_tokens = self._chooser.choose(sequence)
             except Exception as error:
-                logger.exception("request %s: choosing pages to recompute failed", group.request_id)
+                logger.exception("request %s: choosing blocks to recompute failed", group.request_id)
                 text = f"choosing what to recompute failed: {type(error).__name__}: {error}; retry later, or without it"
                 self._fail(group, CapacityError(text))
                 continue

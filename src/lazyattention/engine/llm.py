@@ -109,7 +109,7 @@ class LLM:
             reuse: "auto" = as `max_loss` decided; "always"; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's.
             chunk_options: Other chunk options than the engine's.
-            recompute: Which pages of stored documents to compute anew: "first:16", "deviation:0.15", "attention:0.15" or
+            recompute: Which blocks of stored documents to compute anew: "first:16", "deviation:0.15", "attention:0.15" or
                 "none"; None = as the engine's option says.
             progress: Overrides the LLM's setting.
 
@@ -160,7 +160,7 @@ class LLM:
             reuse: "auto" = as `max_loss` decided; "always"; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's.
             chunk_options: Other chunk options than the engine's.
-            recompute: Which pages of stored documents to compute anew: "first:16", "deviation:0.15", "attention:0.15" or
+            recompute: Which blocks of stored documents to compute anew: "first:16", "deviation:0.15", "attention:0.15" or
                 "none"; None = as the engine's option says.
             progress: Overrides the LLM's setting.
 

@@ -23,7 +23,7 @@ class DocumentReuse:
             "identical prefix"/"no identical prefix" with the number of tokens found.
         num_reused_tokens: Tokens that were not computed for this request.
         num_bytes: Size of its KV.
-        num_recomputed_tokens: Tokens in pages that were computed anew, after all that stands before them in the prompt;
+        num_recomputed_tokens: Tokens in blocks that were computed anew, after all that stands before them in the prompt;
             a cold chunk's were computed twice.
     """
 
@@ -70,7 +70,7 @@ class Timings:
     Attributes:
         arrival_s: It came in.
         first_scheduled_s: It was first admitted.
-        selected_s: It was known which pages are recomputed, if that had to be measured.
+        selected_s: It was known which blocks are recomputed, if that had to be measured.
         first_token_s: Its first token was there.
         finished_s: It ended.
         num_output_tokens: Tokens generated until then, all completions together.
@@ -90,7 +90,7 @@ class Timings:
 
     @property
     def selection_s(self) -> float | None:
-        """Time from the first admission until the pages to recompute were known; None if nothing had to be measured."""
+        """Time from the first admission until the blocks to recompute were known; None if nothing had to be measured."""
         if self.selected_s is None or self.first_scheduled_s is None:
             return None
         return self.selected_s - self.first_scheduled_s
@@ -123,8 +123,8 @@ class RequestOutput:
         num_reused_tokens: Prompt tokens that were not.
         timings: When things happened.
         error: Why it failed, with `finish_reason` "error".
-        num_recomputed_tokens: Document tokens in pages that were computed anew. They are not among the reused ones.
-        num_selection_tokens: Tokens computed only to choose these pages, in the share of the model's layers that they
+        num_recomputed_tokens: Document tokens in blocks that were computed anew. They are not among the reused ones.
+        num_selection_tokens: Tokens computed only to choose these blocks, in the share of the model's layers that they
             went through.
     """
 

@@ -50,8 +50,8 @@ def watch_questions(step: Step, block_size: int, device: torch.device, dtype: to
             and sequence.group.missing_evidence is Evidence.QUESTION_ATTENTION
             and piece.span_index == len(sequence.spans) - 1
         ):
-            if sequence.page_scores is None:
-                sequence.page_scores = QuestionAttention(
+            if sequence.question_attention is None:
+                sequence.question_attention = QuestionAttention(
                     len(sequence.group.prompt_token_ids), device, _accumulate_dtype(dtype)
                 )
             if piece.offset + piece.num_tokens > len(sequence.spans[-1].token_ids) - MAX_QUESTION_TOKENS:
@@ -71,8 +71,8 @@ class _Piece:
     """Some rows of the batch that belong to a watched question, and where the keys lie that they look at."""
 
     def __init__(self, piece: Piece, sequence: Sequence, row: int, block_size: int, device: torch.device) -> None:
-        assert sequence.page_scores is not None
-        self._sum = sequence.page_scores.mass
+        assert sequence.question_attention is not None
+        self._sum = sequence.question_attention.mass
         last = sequence.spans[-1]
         num_before = max(piece.offset, len(last.token_ids) - MAX_QUESTION_TOKENS)
         end = piece.offset + piece.num_tokens

@@ -10,7 +10,7 @@ from lazyattention.engine.outputs import CompletionOutput, DocumentReuse, Timing
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import LazyAttentionError
 from lazyattention.reuse import PromptLayout, ReuseMethod, ReusePlan, SpanUse
-from lazyattention.reuse.recompute import RECOMPUTE_POLICIES, Evidence, Pages, Recompute
+from lazyattention.reuse.recompute import RECOMPUTE_POLICIES, ChosenBlocks, Evidence, Recompute
 
 if TYPE_CHECKING:
     from lazyattention.engine.detokenizer import Detokenizer
@@ -35,7 +35,7 @@ class SpanState:
         token_ids: Its tokens; the last span grows with the output.
         start: Position of its first token.
         source: Index of the plan's span it is, or is a part of.
-        is_part: True if it reads a part of its chunk (SHARED): other pages are recomputed.
+        is_part: True if it reads a part of its chunk (SHARED): other blocks are recomputed.
         chunk_start: First token of this part, index into the chunk; where a block begins.
         chunk_key: What its chunk is stored under (SHARED, COPIED).
         chunk: The stored chunk it reads (SHARED) or copies (COPIED); held by the sequence. None for a hidden one whose
@@ -81,15 +81,15 @@ class RequestGroup:
         scope: The tenant.
         timings: When things happened.
         deadline_s: Monotonic seconds after which it is ended, or None.
-        recompute: Which pages of its documents it computes anew; None = none.
-        chosen_pages: These pages; None until they are chosen.
+        recompute: Which blocks of its documents it computes anew; None = none.
+        chosen_blocks: These blocks; None until they are chosen.
         sequences: One per completion.
-        documents: The reuse report, made at the first admission, and again when pages to recompute were chosen.
+        documents: The reuse report, made at the first admission, and again when blocks to recompute were chosen.
         must_report: True until it is made.
         found: Per span of the plan, what the first admission found; None before.
         num_reused_tokens: Prompt tokens not computed for this request.
-        num_recomputed_tokens: Document tokens in pages that were computed anew.
-        num_selection_tokens: Tokens computed only to choose these pages, in the share of the layers they went through.
+        num_recomputed_tokens: Document tokens in blocks that were computed anew.
+        num_selection_tokens: Tokens computed only to choose these blocks, in the share of the layers they went through.
         error: Why it failed.
         forget_at_end: Scopes and ids of documents that were deleted while this request had them.
     """
@@ -104,7 +104,7 @@ class RequestGroup:
     timings: Timings
     deadline_s: float | None = None
     recompute: Recompute | None = None
-    chosen_pages: Pages | None = None
+    chosen_blocks: ChosenBlocks | None = None
     sequences: "list[Sequence]" = field(default_factory=list)
     documents: list[DocumentReuse] = field(default_factory=list)
     must_report: bool = True
@@ -122,11 +122,11 @@ class RequestGroup:
 
     @property
     def missing_evidence(self) -> Evidence | None:
-        """What must be measured before the pages to recompute can be chosen; None when there is nothing to choose.
+        """What must be measured before the blocks to recompute can be chosen; None when there is nothing to choose.
 
         Until then the request runs as if nothing were recomputed, and samples nothing.
         """
-        if self.recompute is None or self.chosen_pages is not None:
+        if self.recompute is None or self.chosen_blocks is not None:
             return None
         return RECOMPUTE_POLICIES[self.recompute.policy].evidence
 
@@ -153,7 +153,7 @@ class Sequence:
         output: What the user sees of it.
         num_skipped: Younger requests that overtook it while it waited.
         num_preemptions: How often its blocks were taken.
-        page_scores: Collects the evidence for choosing pages, while running without it.
+        question_attention: Collects the evidence for choosing blocks, while running without it.
         decoding_spans: The `spans` that were all there when it was last asked; they stay so until others replace them.
     """
 
@@ -169,7 +169,7 @@ class Sequence:
     output: CompletionOutput = field(default_factory=lambda: CompletionOutput(0))
     num_skipped: int = 0
     num_preemptions: int = 0
-    page_scores: "QuestionAttention | None" = None
+    question_attention: "QuestionAttention | None" = None
     decoding_spans: list[SpanState] | None = None
 
     @property

@@ -97,7 +97,7 @@ def score(
         answers: Token ids, at least one each.
         reuse_method: Another method than the engine's.
         chunk_options: Other chunk options than the engine's.
-        recompute: Which pages of stored documents to compute anew; None = as the engine's option says.
+        recompute: Which blocks of stored documents to compute anew; None = as the engine's option says.
         scope: The tenant.
         on_done: Called as each answer is done.
 

@@ -59,6 +59,7 @@ class LayoutSpec:
         num_programs: Programs the device runs at once.
         prefill_min_tokens: Query tokens from which a group goes to chunk_prefill.
         has_unmasked_prefill: There is a faster kernel for chunk_prefill's tiles without a mask in consecutive slots.
+        causal_min_tokens: Sequences of new tokens from which causal_prefill takes them; 0 = never.
     """
 
     num_kv_heads: int
@@ -73,6 +74,7 @@ class LayoutSpec:
     num_programs: int
     prefill_min_tokens: int
     has_unmasked_prefill: bool = False
+    causal_min_tokens: int = 0
 
 
 class PartRows(Protocol):

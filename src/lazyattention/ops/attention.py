@@ -7,6 +7,7 @@ from lazyattention.errors import UnsupportedError
 from lazyattention.ops._layout import LayoutSpec
 from lazyattention.ops._tiles import num_multiprocessors, tiles_for
 from lazyattention.ops.attend import AttendOptions, attend
+from lazyattention.ops.causal_prefill import causal_prefill, causal_prefill_min_tokens
 from lazyattention.ops.chunk_prefill import chunk_prefill, has_unmasked_prefill
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
 from lazyattention.ops.merge_states import merge_parts, merge_states
@@ -92,6 +93,8 @@ def run_kernels(
         torch.empty((work.num_parts, q.shape[1], out.shape[2]), dtype=q.dtype, device=q.device),
         torch.empty((work.num_parts, q.shape[1]), dtype=torch.float32, device=q.device),
     )
+    for batch in work.causal:
+        causal_prefill(q, k, v, batch, out, states, options, sinks=sinks)
     for prefill_tasks in work.prefill:
         chunk_prefill(q, kv, prefill_tasks, plan.positions, out, states, rotary, options, sinks=sinks)
     shared_decodes(q, kv, work.decode, plan.positions, states, rotary, options)
@@ -119,4 +122,5 @@ def layout_spec(
         num_programs=num_multiprocessors(q.device),
         prefill_min_tokens=max(2, tiles.prefill_min_rows // group),
         has_unmasked_prefill=has_unmasked_prefill(q, kv, rotary, options),
+        causal_min_tokens=causal_prefill_min_tokens(q, kv, options),
     )

@@ -11,6 +11,8 @@ Built once per step and per kind of layer (heads, head_dim, window). What the ke
   .. to, entries of `masked` from .. to, segments from .. to, part (-1 = write the output itself). `apart` holds tasks
   of the same form that have no masked tiles, for a kernel of their own. A task of zeros does nothing; the kernel for
   tiles without a mask needs a tile, so that there IDLE_APART_TASK does nothing: the first tile, for no token.
+- causal_prefill: `cum_seqs` = ends of the sequences of a batch, counted from its first token; `parts` = part of each
+  token.
 - merge_states: parts of one token are consecutive; merge `i` covers parts `merge_starts[i] : merge_starts[i + 1]`.
 """
 
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lazyattention.ops._causal_layout import CausalLayout, lay_out_causal
 from lazyattention.ops._decode_layout import DecodeLayout, lay_out_decode
 from lazyattention.ops._layout import LayoutSpec, PlanArrays, number_parts
 from lazyattention.ops._prefill_layout import PrefillLayout, lay_out_prefill
@@ -56,6 +59,27 @@ class PrefillTasks:
 
 
 @dataclass(frozen=True, slots=True)
+class CausalBatch:
+    """What one launch of causal_prefill works on: consecutive tokens, one or more sequences.
+
+    Attributes:
+        token_start: First token.
+        num_tokens: Tokens of all its sequences.
+        num_seqs: Sequences.
+        max_len: Length of the longest.
+        cum_seqs: int32 `[num_seqs + 1]`.
+        parts: int64 `[num_tokens]`, or None if the output is written at once.
+    """
+
+    token_start: int
+    num_tokens: int
+    num_seqs: int
+    max_len: int
+    cum_seqs: torch.Tensor
+    parts: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePlan:
     """Everything the kernels of one kind of layer need for one step.
 
@@ -63,6 +87,7 @@ class DevicePlan:
         decode: Launches of shared_decode: over turned keys with many rows each and with few, then over unturned keys;
             only those that have tasks.
         prefill: Launches of chunk_prefill, likewise.
+        causal: Launches of causal_prefill.
         num_parts: Rows of the buffer of partial states.
         num_merges: int32 `[1]`, merges that are real.
         merge_tokens: int32 `[max_merges]`.
@@ -71,6 +96,7 @@ class DevicePlan:
 
     decode: tuple[DecodeTasks, ...]
     prefill: tuple[PrefillTasks, ...]
+    causal: tuple[CausalBatch, ...]
     num_parts: int
     num_merges: torch.Tensor
     merge_tokens: torch.Tensor
@@ -100,31 +126,36 @@ def build_device_plan(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A step laid out on the host: decode and prefill work over turned and unturned keys, and the merges."""
+    """A step laid out on the host: decode and prefill work over turned and unturned keys, causal work, the merges."""
 
     decode: tuple[DecodeLayout, DecodeLayout]
     prefill: tuple[PrefillLayout, PrefillLayout]
+    causal: CausalLayout
     num_parts: int
     merge_tokens: np.ndarray
     merge_starts: np.ndarray
 
 
 def lay_out(arrays: PlanArrays, positions: np.ndarray, spec: LayoutSpec) -> Layout:
-    """Divide the step between the two kernels and number the partial states."""
+    """Divide the step between the kernels and number the partial states."""
+    causal, is_causal = lay_out_causal(arrays, positions, spec)
     is_prefill = arrays.group_sizes >= spec.prefill_min_tokens
+    is_decode = ~is_prefill
+    if len(causal.batches):
+        is_prefill, is_decode = is_prefill & ~is_causal, is_decode & ~is_causal
     all_turned = bool(arrays.range_turned.all())
     is_turned = np.ones_like(is_prefill) if all_turned else arrays.range_turned[arrays.group_ranges]
     nothing = np.zeros_like(is_prefill)
     decode = (
-        lay_out_decode(arrays, ~is_prefill if all_turned else ~is_prefill & is_turned, positions, spec, True),
-        lay_out_decode(arrays, nothing if all_turned else ~is_prefill & ~is_turned, positions, spec, False),
+        lay_out_decode(arrays, is_decode if all_turned else is_decode & is_turned, positions, spec, True),
+        lay_out_decode(arrays, nothing if all_turned else is_decode & ~is_turned, positions, spec, False),
     )
     prefill = (
         lay_out_prefill(arrays, is_prefill & is_turned, positions, spec, True),
         lay_out_prefill(arrays, nothing if all_turned else is_prefill & ~is_turned, positions, spec, False),
     )
-    numbering = number_parts(len(positions), [*decode, *prefill])
-    return Layout(decode, prefill, *numbering)
+    numbering = number_parts(len(positions), [*decode, *prefill, causal])
+    return Layout(decode, prefill, causal, *numbering)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +166,7 @@ class PackedLayout:
     offsets: dict[str, tuple[int, int]]
     num_parts: int
     prefill_is_contiguous: tuple[bool, bool]
+    causal: CausalLayout
 
     def plan(self, flat: torch.Tensor, blocks: torch.Tensor | None, spec: LayoutSpec) -> DevicePlan:
         """Return the plan as views of `flat`, the same array on the device."""
@@ -169,7 +201,22 @@ class PackedLayout:
             for i in range(2)
             if self.offsets[f"prefill{i}.tasks"][1] or self.offsets[f"prefill{i}.apart"][1]
         )
-        return DevicePlan(decode, prefill, self.num_parts, counts[3:4], view("merge_tokens"), view("merge_starts"))
+        causal = self._causal(view("causal.cum_seqs"), view("causal.parts"))
+        return DevicePlan(
+            decode, prefill, causal, self.num_parts, counts[3:4], view("merge_tokens"), view("merge_starts")
+        )
+
+    def _causal(self, cum_seqs: torch.Tensor, parts: torch.Tensor) -> tuple[CausalBatch, ...]:
+        batches, first_seq, first_row = [], 0, 0
+        for (start, size, num_seqs), is_direct in zip(
+            self.causal.batches.tolist(), self.causal.is_direct.tolist(), strict=True
+        ):
+            ends = slice(first_seq, first_seq + num_seqs + 1)
+            rows = None if is_direct else parts[first_row : first_row + size].to(torch.int64)
+            max_len = int(np.diff(self.causal.cum_seqs[ends]).max())
+            batches.append(CausalBatch(start, size, num_seqs, max_len, cum_seqs[ends], rows))
+            first_seq, first_row = ends.stop, first_row + size
+        return tuple(batches)
 
 
 def pack(
@@ -199,7 +246,7 @@ def pack(
         start = offsets[name][0]
         flat[start : start + array.size] = array.reshape(-1)
     contiguous = (layout.prefill[0].is_contiguous, layout.prefill[1].is_contiguous)
-    return PackedLayout(flat, offsets, layout.num_parts if max_parts is None else max_parts, contiguous)
+    return PackedLayout(flat, offsets, layout.num_parts if max_parts is None else max_parts, contiguous, layout.causal)
 
 
 def _decode_launches(spec: LayoutSpec) -> list[tuple[int, str, int, TileShape]]:
@@ -221,6 +268,8 @@ def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> dict[str, np.nda
         "merge_tokens": layout.merge_tokens,
         "merge_starts": layout.merge_starts,
         "blocks": np.empty(0, np.int32) if blocks is None else blocks,
+        "causal.cum_seqs": layout.causal.cum_seqs,
+        "causal.parts": layout.causal.parts,
     }
     for i in range(2):
         decode, prefill = layout.decode[i], layout.prefill[i]

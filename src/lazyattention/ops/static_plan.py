@@ -54,6 +54,8 @@ class StaticCapacity:
             "merge_tokens": self.num_tokens,
             "merge_starts": self.num_tokens + 1,
             "blocks": 0,
+            "causal.cum_seqs": 0,
+            "causal.parts": 0,
             "decode0.many": self.max_many_tasks * 8,
             "decode0.few": self.max_few_tasks * 8,
             "decode0.rows": self.max_rows * 4,
@@ -115,13 +117,13 @@ class StaticPlan:
         )
         positions = np.zeros(num_tokens, np.int64)
         # Layers ask by their own spec, however this plan is laid out.
-        self._laid_out = {
-            spec: spec if capacity.max_prefill_tasks else replace(spec, prefill_min_tokens=_NEVER) for spec in specs
-        }
+        self._laid_out = {spec: replace(spec, causal_min_tokens=0) for spec in specs}
+        if not capacity.max_prefill_tasks:
+            self._laid_out = {spec: replace(used, prefill_min_tokens=_NEVER) for spec, used in self._laid_out.items()}
         self._flats: dict[LayoutSpec, torch.Tensor] = {}
         device_plans = {}
         for spec in self._laid_out:
-            packed = self._pack(lay_out(empty, positions, spec), spec)
+            packed = self._pack(lay_out(empty, positions, self._laid_out[spec]), spec)
             self._flats[spec] = send(packed.flat, device)
             device_plans[spec] = packed.plan(self._flats[spec], blocks, spec)
         rows = torch.empty(0, dtype=torch.int64, device=device)

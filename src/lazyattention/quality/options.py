@@ -24,7 +24,7 @@ class ReuseOption:
         name: As in options and reports.
         summary: One line for tables.
         changes: Fields of ChunkOptions that differ from the engine's.
-        recompute: Which pages of stored documents are computed anew; None = as the engine's option says.
+        recompute: Which blocks of stored documents are computed anew; None = as the engine's option says.
     """
 
     name: str
@@ -50,9 +50,9 @@ for _option in (
     ReuseOption("sink_bos", "a BOS token in front of each chunk, seen by that chunk only", {"sink": "bos"}),
     ReuseOption("separator", "a line of dashes behind each document", {"separator": "---\n\n"}),
     ReuseOption("recompute_first_16", "the first 16 tokens of each document computed anew", {}, "first:16"),
-    ReuseOption("recompute_deviation_15", "the 15 % of pages that deviate most computed anew", {}, "deviation:0.15"),
+    ReuseOption("recompute_deviation_15", "the 15 % of blocks that deviate most computed anew", {}, "deviation:0.15"),
     ReuseOption(
-        "recompute_attention_15", "the 15 % of pages the question looks at most computed anew", {}, "attention:0.15"
+        "recompute_attention_15", "the 15 % of blocks the question looks at most computed anew", {}, "attention:0.15"
     ),
 ):
     REUSE_OPTIONS.register(_option.name, _option)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lazyattention.documents.document import Document
-    from lazyattention.server.client import DocumentClient
+    from lazyattention.documents.client import DocumentClient
     from lazyattention.server.config import ServerConfig
 
 out = Console(soft_wrap=True, highlight=False)
@@ -266,7 +266,7 @@ def delete_documents(ids: Ids, url: Url = envs.SERVER_URL) -> None:
 
 
 def _client(url: str) -> "DocumentClient":
-    from lazyattention.server.client import DocumentClient
+    from lazyattention.documents.client import DocumentClient
 
     return DocumentClient(url, envs.API_KEY)
 

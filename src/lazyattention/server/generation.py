@@ -53,7 +53,7 @@ class Job:
         tenant: Whose it is.
         deadline_s: Monotonic seconds at which it is given up.
         reuse: "auto", "always" or "never".
-        recompute: Which pages of stored documents to compute anew; None = as the engine's option says.
+        recompute: Which blocks of stored documents to compute anew; None = as the engine's option says.
         headers: Of the HTTP request; its trace context is there.
         check: Called when the engine takes it; raises if it may not run any more.
     """

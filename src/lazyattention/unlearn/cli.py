@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lazyattention import envs
+from lazyattention.documents.client import DocumentClient
 from lazyattention.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ _ConfigFile = Annotated[Path | None, typer.Option("--config", help="JSON file of
 _Seed = Annotated[int, typer.Option("--seed", help="Of order, draws and initial adapters.")]
 _Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
 _Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show bars on a terminal.")]
+_Url = Annotated[
+    str, typer.Option("--store-url", help="Server that holds them; its key is LAZYATTENTION_API_KEY, which names the scope.")
+]
 _SplitOption = Annotated[
     list[str], typer.Option("--split", help="name=file, several times: forget, retain, holdout, real_authors, …")
 ]
@@ -144,9 +149,9 @@ def run(
     request_id: Annotated[str, typer.Option(help="Written into the ledger; made up if left out.")] = "",
     ledger: Annotated[Path | None, typer.Option(help="Default: ledger.jsonl beside the output folder.")] = None,
     store: Annotated[
-        list[str] | None, typer.Option("--store", help="Document id whose chunks must leave the store; repeatable.")
+        list[str] | None, typer.Option("--store", help="Id of a document that must leave the store too; repeatable.")
     ] = None,
-    scope: Annotated[str, typer.Option(help="Tenant these documents belong to.")] = "default",
+    store_url: _Url = envs.SERVER_URL,
     answers: Annotated[int, typer.Option(help="Answers shown in the report per set; 0 keeps forgotten text out.")] = 5,
     resume: Annotated[bool, typer.Option(help="Continue an interrupted run (needs train.save_steps).")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write even a collapsed model.")] = False,
@@ -171,14 +176,29 @@ def run(
         request_id=request_id,
         ledger=ledger,
         document_ids=tuple(store or ()),
-        scope=scope,
         num_answers=answers,
         resume=resume,
         is_forced=force,
         progress=progress,
     )
-    record = workflow.run_request(request, _err)
+    client = DocumentClient(store_url, envs.API_KEY)  # a wrong address is named before hours of work
+    record = workflow.run_request(request, _err, delete_document=client.delete)
     _print_summary(record)
+
+
+@unlearn_app.command()
+def purge(
+    purge_list: Annotated[Path, typer.Option("--list", help="The list that `run --store` wrote.")] = Path("purge.jsonl"),
+    store_url: _Url = envs.SERVER_URL,
+) -> None:
+    """Delete documents from a running server that `run --store` could not reach."""
+    from lazyattention.unlearn.purge import describe_purge, run_pending_purges
+
+    settled = run_pending_purges(purge_list, DocumentClient(store_url, envs.API_KEY).delete)
+    for line in settled:
+        _out.print(f"{line['request_id']}: {describe_purge(line)}", markup=False)
+    if not settled:
+        _out.print(f"{purge_list}: nothing is pending", markup=False)
 
 
 @unlearn_app.command()

@@ -239,7 +239,7 @@ def _provenance(record: Mapping[str, Any]) -> str:
         ("configuration", record["config_digest"]),
         ("neuron mask", record["training"]["neurons"]["digest"]),
         ("ledger entry", record.get("ledger", {}).get("hash", "–")),
-        ("store purge", json.dumps(record.get("purge")) if record.get("purge") else "none asked for"),
+        ("store purge", describe_purge(record["purge"]) if record.get("purge") else "none asked for"),
         *((name, _shown(value)) for name, value in record["environment"].items()),
     ]
     return "<h2>Provenance</h2>" + _table(("", ""), rows)

@@ -29,7 +29,7 @@ from lazyattention.unlearn.metrics import EvalOptions, evaluate
 from lazyattention.unlearn.metrics.progress import Progress
 from lazyattention.unlearn.presets import CONTROLS
 from lazyattention.unlearn.probes import run_probes
-from lazyattention.unlearn.purge import DeleteDocuments, request_purge
+from lazyattention.unlearn.purge import DeleteDocument, describe_purge, request_purge
 from lazyattention.unlearn.report import write_report
 from lazyattention.unlearn.simu import UnlearnResult, UnlearnSets, attribution_cost, unlearn
 from lazyattention.utils.environment import describe_environment
@@ -57,8 +57,7 @@ class UnlearnRequest:
         control_seeds: Seeds of the controls.
         request_id: In the ledger; made up if empty.
         ledger: JSON lines; default `ledger.jsonl` beside the output folder.
-        document_ids: Documents whose chunks have to leave the store.
-        scope: The tenant these documents belong to.
+        document_ids: Documents that have to leave the store too.
         num_answers: Answers of each set shown before and after; 0 = none, as they contain the forgotten text.
         resume: Continue an interrupted run in the same output folder.
         is_forced: Write even a collapsed model.
@@ -81,7 +80,6 @@ class UnlearnRequest:
     request_id: str = ""
     ledger: Path | None = None
     document_ids: tuple[str, ...] = ()
-    scope: str = "default"
     num_answers: int = 5
     resume: bool = False
     is_forced: bool = False
@@ -119,14 +117,14 @@ def load_sets(forget: str, retain: str | None, holdout: str | None) -> UnlearnSe
 
 
 def run_request(
-    request: UnlearnRequest, console: Console, *, delete_documents: DeleteDocuments | None = None
+    request: UnlearnRequest, console: Console, *, delete_document: DeleteDocument | None = None
 ) -> dict[str, Any]:
     """Carry out one request and return its audit record.
 
     Args:
         request: What to do.
         console: Gets a few lines about each stage.
-        delete_documents: Called with `request.document_ids` once the model is written; see `request_purge`.
+        delete_document: Called with each of `request.document_ids` once the model is written; see `request_purge`.
 
     Raises:
         CollapseError: The result lost the retain set and `is_forced` is not set; report and ledger say so.
@@ -181,7 +179,9 @@ def run_request(
         record["answers"] = _pair_answers(answers, after)
         result.model = model
         _extras(request, loaded, result, sets, record, console)
-    _record_in_ledger(request, record, delete_documents)
+    _record_in_ledger(request, record, delete_document)
+    if "purge" in record:
+        console.print(f"store: {describe_purge(record['purge'])}", markup=False)
     write_report(record, request.output)
     console.print(f"{record['decision']['status']}: {request.output / 'report.html'}")
     if collapse is not None and is_refused:
@@ -313,7 +313,7 @@ def rollback(model: str, delta: Path, output: Path, config: UnlearnConfig, ledge
 
 
 def _record_in_ledger(
-    request: UnlearnRequest, record: dict[str, Any], delete_documents: DeleteDocuments | None
+    request: UnlearnRequest, record: dict[str, Any], delete_document: DeleteDocument | None
 ) -> None:
     """Append what was done; the ledger holds hashes and numbers, no text."""
     ledger = request.ledger_path
@@ -323,8 +323,7 @@ def _record_in_ledger(
             ledger.with_name("purge.jsonl"),
             record["request_id"],
             request.document_ids,
-            scope=request.scope,
-            delete=delete_documents,
+            delete=delete_document,
         )
     entry = {
         "event": "unlearn",

@@ -5,8 +5,8 @@ from lazyattention.reuse.recompute.base import Evidence, HighestScores
 
 
 class Attention(HighestScores):
-    """Pages that get most of the attention of the prompt's last text when all documents are reused as they are."""
+    """Blocks that get most of the attention of the prompt's last text when all documents are reused as they are."""
 
     name = "attention"
-    summary = "The share of pages that the question looks at most, mean over layers and heads."
+    summary = "The share of blocks that the question looks at most, mean over layers and heads."
     evidence = Evidence.QUESTION_ATTENTION

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recompute policy decides: which pages of the documents a request computes anew. No tensors here.
+"""What a recompute policy decides: which blocks of the documents a request computes anew. No tensors here.
 
-A page is one KV block of a stored chunk: the unit that can be read in place or be replaced by a private block.
+Blocks are counted from the chunk's beginning; each can be read in place, or be replaced by one of the request's own.
 """
 
 import enum
@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from lazyattention.errors import RequestError
 
-Pages = tuple[tuple[int, ...], ...]
-"""Per span of a prompt, the chosen pages in order; none for text."""
+ChosenBlocks = tuple[tuple[int, ...], ...]
+"""Per span of a prompt, the chosen blocks in order; none for text."""
 
 
 class Evidence(enum.Enum):
@@ -22,11 +22,11 @@ class Evidence(enum.Enum):
     KV_DEVIATION = "kv_deviation"
     """How far stored keys and values are from those under full attention, in an early layer."""
     QUESTION_ATTENTION = "question_attention"
-    """How much the prompt's last text looks at each page, over all layers and heads."""
+    """How much the prompt's last text looks at each block, over all layers and heads."""
 
 
 class RecomputePolicy(ABC):
-    """Chooses pages.
+    """Chooses blocks.
 
     Attributes:
         name: Its name in options and tables.
@@ -45,27 +45,27 @@ class RecomputePolicy(ABC):
         """Refuse an amount that means nothing (RequestError)."""
 
     @abstractmethod
-    def num_pages(self, amount: float, page_counts: Sequence[int], block_size: int) -> int:
-        """Return how many pages will be chosen of spans with so many pages each (text: 0)."""
+    def num_blocks(self, amount: float, block_counts: Sequence[int], block_size: int) -> int:
+        """Return how many blocks will be chosen of spans with so many blocks each (text: 0)."""
 
     @abstractmethod
     def choose(
-        self, amount: float, page_counts: Sequence[int], block_size: int, scores: Sequence[Sequence[float]] | None
-    ) -> Pages:
-        """Choose `num_pages` pages.
+        self, amount: float, block_counts: Sequence[int], block_size: int, scores: Sequence[Sequence[float]] | None
+    ) -> ChosenBlocks:
+        """Choose `num_blocks` blocks.
 
         Args:
             amount: How much.
-            page_counts: Pages of each span; text has none.
-            block_size: Tokens per page.
-            scores: Per span one number per page, larger = recompute rather; None if no evidence is needed.
+            block_counts: Blocks of each span; text has none.
+            block_size: Tokens per block.
+            scores: Per span one number per block, larger = recompute rather; None if no evidence is needed.
         """
 
 
 class HighestScores(RecomputePolicy):
-    """Chooses a share of all documents' pages: those with the highest scores, wherever they lie."""
+    """Chooses a share of all documents' blocks: those with the highest scores, wherever they lie."""
 
-    amount_help = "share of the documents' pages, above 0 and at most 1"
+    amount_help = "share of the documents' blocks, above 0 and at most 1"
 
     def check(self, amount: float) -> None:
         if not 0 < amount <= 1:
@@ -74,16 +74,16 @@ class HighestScores(RecomputePolicy):
                 f"{self.name}:0.15"
             )
 
-    def num_pages(self, amount: float, page_counts: Sequence[int], block_size: int) -> int:
+    def num_blocks(self, amount: float, block_counts: Sequence[int], block_size: int) -> int:
         # Rounded up, but not because 0.15 * 20 is a hair above 3 in binary.
-        return math.ceil(amount * sum(page_counts) - 1e-9)
+        return math.ceil(amount * sum(block_counts) - 1e-9)
 
     def choose(
-        self, amount: float, page_counts: Sequence[int], block_size: int, scores: Sequence[Sequence[float]] | None
-    ) -> Pages:
+        self, amount: float, block_counts: Sequence[int], block_size: int, scores: Sequence[Sequence[float]] | None
+    ) -> ChosenBlocks:
         assert scores is not None, "scores come from the engine"
-        ranked = sorted((-score, span, page) for span, row in enumerate(scores) for page, score in enumerate(row))
-        chosen = ranked[: self.num_pages(amount, page_counts, block_size)]
+        ranked = sorted((-score, span, block) for span, row in enumerate(scores) for block, score in enumerate(row))
+        chosen = ranked[: self.num_blocks(amount, block_counts, block_size)]
         return tuple(
-            tuple(sorted(page for _, owner, page in chosen if owner == span)) for span in range(len(page_counts))
+            tuple(sorted(block for _, owner, block in chosen if owner == span)) for span in range(len(block_counts))
         )

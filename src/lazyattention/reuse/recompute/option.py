@@ -19,7 +19,7 @@ NO_RECOMPUTE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Which pages of stored documents a request computes anew, after everything that stands before them.
+    """Which blocks of stored documents a request computes anew, after everything that stands before them.
 
     Attributes:
         policy: Name of a recompute policy.

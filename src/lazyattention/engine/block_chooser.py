@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When and by what evidence requests choose the pages of stored documents that they compute anew."""
+"""When and by what evidence requests choose the blocks of stored documents that they compute anew."""
 
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def check_recompute(recompute: Recompute, method: ReuseMethod, loaded: "LoadedMo
 
 
 def check_positions(recompute: Recompute, options: ChunkOptions) -> None:
-    """Refuse positions at which a recomputed page would stand before what it sees.
+    """Refuse positions at which a recomputed block would stand before what it sees.
 
     Raises:
         RequestError: Documents stand side by side.
@@ -66,7 +66,7 @@ def default_recompute(config: EngineConfig, loaded: "LoadedModel") -> Recompute 
     return recompute
 
 
-class PageChooser:
+class BlockChooser:
     """Collects evidence during steps and chooses between them. The engine's thread calls it."""
 
     def __init__(self, runner: ModelRunner, admission: Admission) -> None:
@@ -78,8 +78,8 @@ class PageChooser:
         """Choose if no evidence is needed, because of the policy or because there is nothing to choose from."""
         if group.recompute is None:
             return
-        if not any(self._admission.page_counts(group.plan)):
-            group.chosen_pages = ((),) * len(group.plan.spans)
+        if not any(self._admission.block_counts(group.plan)):
+            group.chosen_blocks = ((),) * len(group.plan.spans)
         elif RECOMPUTE_POLICIES[group.recompute.policy].evidence is None:
             self._admission.choose(group)
 
@@ -88,7 +88,7 @@ class PageChooser:
         return watch_questions(step, self._runner.kv_pool.block_size, self._runner.device, self._runner.model.dtype)
 
     def choose(self, sequence: Sequence) -> float | None:
-        """Choose a running sequence's pages if the evidence is there.
+        """Choose a running sequence's blocks if the evidence is there.
 
         Returns:
             The tokens computed for the evidence, times the share of the layers they went through; None = not yet.
@@ -99,23 +99,23 @@ class PageChooser:
         if group.missing_evidence is Evidence.KV_DEVIATION:
             token_scores = kv_deviations(self._runner, sequence).tolist()
             cost = len(token_scores) * (LAYER + 1) / len(self._runner.kv_pool.layers)
-        elif sequence.num_remaining == 0 and sequence.page_scores is not None:
-            token_scores = sequence.page_scores.mass.tolist()
+        elif sequence.num_remaining == 0 and sequence.question_attention is not None:
+            token_scores = sequence.question_attention.mass.tolist()
             first = next(index for index, span in enumerate(group.layout.spans) if span.is_document)
             # Text before the documents stays; what follows them is computed once more.
             cost = float(sum(len(span.token_ids) for span in group.layout.spans[first:] if not span.is_document))
         else:
             return None
-        self._admission.choose(group, self._page_scores(group, token_scores))
+        self._admission.choose(group, self._block_scores(group, token_scores))
         return cost
 
-    def _page_scores(self, group: RequestGroup, token_scores: list[float]) -> list[list[float]]:
-        """Sum each page's tokens."""
+    def _block_scores(self, group: RequestGroup, token_scores: list[float]) -> list[list[float]]:
+        """Sum each block's tokens."""
         block_size = self._runner.kv_pool.block_size
         scores = []
         for planned in group.plan.spans:
             end = planned.start + planned.num_tokens
             can_choose = planned.span.is_document and not planned.is_hidden
-            pages = range(planned.start, end, block_size) if can_choose else range(0)
-            scores.append([sum(token_scores[page : min(page + block_size, end)]) for page in pages])
+            blocks = range(planned.start, end, block_size) if can_choose else range(0)
+            scores.append([sum(token_scores[block : min(block + block_size, end)]) for block in blocks])
         return scores
