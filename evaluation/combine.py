@@ -35,6 +35,8 @@ def combine(study: Path, main_name: str) -> dict[str, Any]:
         )
     result = dict(finished[main_name])
     result["main_variant"] = main_name
+    if "options" in runs:  # the unadapted model with every reuse option
+        result["options"] = {name: stages["unadapted"] for name, stages in runs["options"]["tasks"].items()}
     result["variants"] = {name: summary(run) for name, run in sorted(finished.items())}
     return result
 

@@ -76,14 +76,14 @@ def main() -> None:
         result_path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{out.name}: {stage}: {result['seconds'][stage]} s", flush=True)
 
-    if arguments.base is None:
+    if arguments.base is None or arguments.stage == "unadapted":
         loaded = load(arguments, dense, adapter=None)
         save("load")
         measure_stage(arguments, loaded, "unadapted", result)
-        (base / _PLAIN_NAME).write_text(json.dumps(result["plain_text_nll"]["unadapted"]))
+        (out / _PLAIN_NAME).write_text(json.dumps(result["plain_text_nll"]["unadapted"]))
         save("measure unadapted")
         if arguments.stage == "unadapted":
-            if arguments.max_steps:
+            if arguments.base is None and arguments.max_steps:
                 make_samples(arguments, loaded)
                 save("samples")
             return
