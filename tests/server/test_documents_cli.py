@@ -13,9 +13,9 @@ from fixtures.fake_engine import FakeEngine
 from fixtures.live_server import live_server
 from lazyattention import envs
 from lazyattention.cli.app import app
+from lazyattention.documents.client import DocumentClient
 from lazyattention.documents.document import Document
 from lazyattention.errors import LazyAttentionError, RequestError
-from lazyattention.documents.client import DocumentClient
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyattention.errors import ConfigError, RequestError
+from lazyattention.documents.client import ServerUnreachableError
+from lazyattention.errors import ConfigError, NotFoundError, RequestError
 from lazyattention.unlearn.config import NeuronConfig, TrainConfig, UnlearnConfig
 from lazyattention.unlearn.ledger import append_entry, read_ledger
 from lazyattention.unlearn.presets import CONTROLS, PRESETS, preset
-from lazyattention.unlearn.purge import pending_purges, request_purge, run_pending_purges
+from lazyattention.unlearn.purge import describe_purge, pending_purges, request_purge, run_pending_purges
 
 
 def three_entries(path):
@@ -51,27 +52,54 @@ def test_a_purge_is_done_now_or_pending(tmp_path):
     path = tmp_path / "purge.jsonl"
     deleted = []
     assert request_purge(path, "a", ["doc-1"], delete=deleted.append)["status"] == "done"
-    assert deleted == [["doc-1"]]
-    request_purge(path, "b", ["doc-2", "doc-3"], scope="tenant")
-    assert [line["request_id"] for line in pending_purges(path)] == ["b"]
-    calls = []
-    assert run_pending_purges(path, lambda ids, scope: calls.append((ids, scope))) == 1
-    assert calls == [(["doc-2", "doc-3"], "tenant")]
+    assert deleted == ["doc-1"]
+    request_purge(path, "b", ["doc-2", "doc-3"])
+    # The same request again, for another document: the first two are still there.
+    request_purge(path, "b", ["doc-4"], delete=deleted.append)
+    assert [line["document_ids"] for line in pending_purges(path)] == [["doc-2", "doc-3"]]
+    settled = run_pending_purges(path, deleted.append)
+    assert deleted == ["doc-1", "doc-4", "doc-2", "doc-3"]
+    assert [line["status"] for line in settled] == ["done"]
     assert pending_purges(path) == []
     with pytest.raises(RequestError, match="no document id"):
         request_purge(path, "c", [])
 
 
-def test_a_failed_deletion_stays_pending(tmp_path):
+def test_a_document_that_is_not_stored_does_not_keep_the_next(tmp_path):
+    def delete(name):
+        if name == "gone":
+            raise NotFoundError(name)
+        return {"id": name, "num_chunks": 2, "num_freed_bytes": 1 << 20, "held_by": ["r-1"]}
+
+    line = request_purge(tmp_path / "purge.jsonl", "a", ["gone", "here"], delete=delete)
+    assert line["status"] == "done"
+    assert [entry["status"] for entry in line["documents"]] == ["not stored", "deleted"]
+    assert (
+        describe_purge(line) == "gone not stored, here deleted (2 chunks, 1.0 MiB), still read by 1 running request(s)"
+    )
+
+
+def test_a_store_that_cannot_be_reached_leaves_the_purge_pending(tmp_path):
     path = tmp_path / "purge.jsonl"
-    request_purge(path, "b", ["doc-2"])
 
-    def broken(ids, scope):
-        raise OSError("store is away")
+    def broken(name):
+        raise ServerUnreachableError("store is away")
 
-    with pytest.raises(OSError, match="away"):
+    line = request_purge(path, "b", ["doc-2"], delete=broken)
+    assert (line["status"], line["reason"]) == ("pending", "store is away")
+    assert describe_purge(line) == "PENDING for doc-2: store is away"
+    with pytest.raises(ServerUnreachableError, match="away"):
         run_pending_purges(path, broken)
     assert len(pending_purges(path)) == 1
+
+
+def test_a_purge_list_that_is_none_is_named(tmp_path):
+    with pytest.raises(RequestError, match="cannot read the purge list"):
+        pending_purges(tmp_path / "missing.jsonl")
+    path = tmp_path / "purge.jsonl"
+    path.write_text('{"request_id": "a"}\n')
+    with pytest.raises(RequestError, match="line 1: not an entry"):
+        pending_purges(path)
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "simu+random", "simu-mlp+all", "simu+none+adamw"])

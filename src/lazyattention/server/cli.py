@@ -18,8 +18,8 @@ from lazyattention.utils.logging import get_logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from lazyattention.documents.document import Document
     from lazyattention.documents.client import DocumentClient
+    from lazyattention.documents.document import Document
     from lazyattention.server.config import ServerConfig
 
 out = Console(soft_wrap=True, highlight=False)

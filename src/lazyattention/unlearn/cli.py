@@ -49,7 +49,10 @@ _Seed = Annotated[int, typer.Option("--seed", help="Of order, draws and initial 
 _Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
 _Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show bars on a terminal.")]
 _Url = Annotated[
-    str, typer.Option("--store-url", help="Server that holds them; its key is LAZYATTENTION_API_KEY, which names the scope.")
+    str,
+    typer.Option(
+        "--store-url", help="Server that holds them; its key is LAZYATTENTION_API_KEY, which names the scope."
+    ),
 ]
 _SplitOption = Annotated[
     list[str], typer.Option("--split", help="name=file, several times: forget, retain, holdout, real_authors, …")
@@ -188,7 +191,9 @@ def run(
 
 @unlearn_app.command()
 def purge(
-    purge_list: Annotated[Path, typer.Option("--list", help="The list that `run --store` wrote.")] = Path("purge.jsonl"),
+    purge_list: Annotated[Path, typer.Option("--list", help="The list that `run --store` wrote.")] = Path(
+        "purge.jsonl"
+    ),
     store_url: _Url = envs.SERVER_URL,
 ) -> None:
     """Delete documents from a running server that `run --store` could not reach."""

@@ -49,7 +49,7 @@ def request_purge(
 
 
 def pending_purges(list_path: Path) -> list[dict[str, Any]]:
-    """Requests whose documents still have to be deleted, oldest first; a later "done" line settles a request."""
+    """Requests whose documents still have to be deleted, oldest first; a "done" line of the same request settles them."""
     try:
         text = list_path.read_text(encoding="utf-8")
     except OSError as error:
@@ -61,8 +61,12 @@ def pending_purges(list_path: Path) -> list[dict[str, Any]]:
             lines[-1]["request_id"], lines[-1]["status"], lines[-1]["document_ids"]
         except (ValueError, KeyError, TypeError) as error:
             raise RequestError(f"{list_path}, line {number}: not an entry of a purge list") from error
-    done = {line["request_id"] for line in lines if line["status"] == "done"}
-    return [line for line in lines if line["status"] == "pending" and line["request_id"] not in done]
+    done = {(line["request_id"], name) for line in lines if line["status"] == "done" for name in line["document_ids"]}
+    return [
+        line
+        for line in lines
+        if line["status"] == "pending" and not {(line["request_id"], name) for name in line["document_ids"]} <= done
+    ]
 
 
 def run_pending_purges(list_path: Path, delete: DeleteDocument) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyattention.unlearn.plots import plot_comparison, plot_neurons, plot_steps, plot_trajectory
+from lazyattention.unlearn.purge import describe_purge
 
 _STYLE = """
 :root { color-scheme: light; }

@@ -312,9 +312,7 @@ def rollback(model: str, delta: Path, output: Path, config: UnlearnConfig, ledge
     return digest
 
 
-def _record_in_ledger(
-    request: UnlearnRequest, record: dict[str, Any], delete_document: DeleteDocument | None
-) -> None:
+def _record_in_ledger(request: UnlearnRequest, record: dict[str, Any], delete_document: DeleteDocument | None) -> None:
     """Append what was done; the ledger holds hashes and numbers, no text."""
     ledger = request.ledger_path
     training = record["training"]
