@@ -141,3 +141,17 @@ def test_pool_too_small_for_all_at_once_preempts_and_answers_all():
     }
     assert {name: token_ids_of(output) for name, output in outputs.items()} == want
     assert engine.scheduler.num_preemptions > 0
+
+
+def test_copies_of_stored_text_do_not_keep_a_request_from_room_that_it_was_promised():
+    """Two compute the same text at once; what the second one stores behind the first one's blocks held those for ever."""
+    layout = prompt("t9")
+    longer = SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True)
+    want = answer(make_engine(block_size=4), layout, longer).outputs[0].token_ids
+    engine = make_engine(num_blocks=6, block_size=4)
+    engine.add_request("first", layout, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    engine.add_request("second", layout, longer)
+    outputs = drain(engine)
+    assert outputs["second"].error is None
+    assert outputs["second"].outputs[0].token_ids == want
+    engine.check_idle()

@@ -328,15 +328,23 @@ class CacheManager:
         if node.parent is not None:
             self._settle_text(node.parent)
 
-    def forget_texts(self) -> None:
+    def forget_texts(self, nodes: Sequence[PrefixNode]) -> int:
+        """Forget those of `nodes` that nothing continues, the last ones first; return how many.
+
+        Blocks still being read go when their last reader ends.
+        """
+        num_forgotten = 0
+        for node in reversed(nodes):
+            if self.texts.get(node.key, node.token_ids) is node and not node.children:
+                self._evictable.discard(node)
+                self._forget_text(node)
+                num_forgotten += 1
+        return num_forgotten
+
+    def forget_unused_texts(self) -> None:
         """Forget all text that nobody uses; chunks stay."""
-        leaves = [node for node in self.texts if node in self._evictable]
-        while leaves:
-            node = leaves.pop()
-            self._evictable.discard(node)
-            self._forget_text(node)
-            if node.parent is not None and node.parent in self._evictable:
-                leaves.append(node.parent)
+        while unused := [node for node in self.texts if node in self._evictable]:
+            self.forget_texts(unused)
 
     # Integrity -------------------------------------------------------------------------------------------------------
 

@@ -158,6 +158,8 @@ class Scheduler:
         while not self._cache.can_allocate(1):
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
+                if sequence.chain is not None and sequence.chain.let_go():
+                    continue
                 step.failed.append((sequence, CapacityError(self._no_room_message())))
                 self.finish(sequence)
                 return False

@@ -60,6 +60,15 @@ class TextChain:
         """Keep nothing from here on."""
         self._is_broken = True
 
+    def let_go(self) -> bool:
+        """Keep nothing, not even what was kept before; True if there was any.
+
+        Where another request stored the same text first, this one holds copies, and what it stored behind them keeps the
+        originals from making room.
+        """
+        self.stop()
+        return self._cache.forget_texts(self.nodes) > 0
+
     def keep(self, spans: Sequence[SpanState]) -> None:
         """Offer the store every block that has been computed since the last call."""
         while not self._is_broken and (piece := self._next_piece(spans, computed_only=True)) is not None:

@@ -245,7 +245,7 @@ def _note(
 def _costs(engine: Engine, way: _Way, layout: PromptLayout) -> dict[str, float]:
     """Ask once more, alone, for one token, with the documents stored and no text of this question left from before."""
     for _ in range(2):
-        engine.cache.forget_texts()
+        engine.cache.forget_unused_texts()
         output = run_requests(
             engine,
             [layout],
