@@ -22,7 +22,7 @@ from fixtures.live_server import live_server, running_engine
 from fixtures.tiny_models import save_tiny
 from lazyattention.config import CacheConfig, EngineConfig
 from lazyattention.errors import ConfigError, EngineDeadError
-from lazyattention.server.config import ScopeConfig
+from lazyattention.server.config import ScopeConfig, key_digest
 
 COMMAND = str(Path(sys.executable).with_name("lazyattention"))
 CHAT = "/v1/chat/completions"
@@ -440,3 +440,25 @@ def test_absurd_numbers_of_one_client_do_not_end_the_others_requests(server):
             answer = httpx.post(url, json={**body, "max_tokens": 2, "temperature": 1.0, **field}, timeout=30)
             assert answer.status_code in (200, 400)
         assert not any("error" in line for line in lines)
+
+
+def test_each_scope_may_pin_its_part_of_the_pool_and_no_more(loaded):
+    scopes = {name: ScopeConfig(name=name, key_digests=(key_digest(name),)) for name in "ab"}
+    config = EngineConfig(cache=CacheConfig(num_blocks=120))
+    with running_engine(loaded, config) as engine, live_server(engine, scopes=scopes) as server:
+
+        def post(name, path, body):
+            headers = {"Authorization": f"Bearer {name}"}
+            return httpx.post(server.url + path, json=body, headers=headers, timeout=30)
+
+        statuses = {"a": [], "b": []}
+        for number in range(12):
+            for name in "ab":
+                document = {"id": f"d{number}", "text": f"number {number} of {name} " * 8}
+                answer = post(name, "/v1/documents", {"documents": [document], "pin": True})
+                statuses[name].append(answer.json()["data"][0]["status"])
+        assert statuses["a"] == statuses["b"]
+        assert (statuses["a"][0], statuses["a"][-1]) == ("warmed", "failed")
+        for name in "ab":
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "max_tokens": 4}
+            assert post(name, "/v1/chat/completions", {**body, "documents": ["a text " * 20]}).status_code == 200

@@ -9,7 +9,7 @@ from tests.server.conftest import bearer, chat_body, client_of, two_scopes
 
 from fixtures.fake_engine import FakeEngine
 from lazyattention.documents.document import Document
-from lazyattention.errors import ConfigError
+from lazyattention.errors import CapacityError, ConfigError
 from lazyattention.reuse import PromptLayout, Span
 from lazyattention.server.auth import Authenticator
 from lazyattention.server.config import ScopeConfig, ServerConfig, key_digest, scopes_from_file, scopes_from_text
@@ -376,3 +376,19 @@ async def test_cors_is_off_unless_origins_are_named(engine):
         refused = await client.get("/v1/models", headers={"Origin": "https://app.example"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://app.example"
+
+
+async def test_a_full_pool_does_not_say_what_others_hold(engine):
+    engine.fail_with = CapacityError("no room: of 80 KV blocks 70 are pinned")
+    async with client_of(engine, scopes=two_scopes()) as client:
+        response = await client.post(CHAT, json=chat_body(), headers=bearer("key-a"))
+    assert response.status_code == 503
+    assert "70" not in response.text
+    async with client_of(engine) as client:
+        assert "70" in (await client.post(CHAT, json=chat_body())).text
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "x"])
+def test_a_wrong_limit_of_pins_is_refused(value):
+    with pytest.raises(ConfigError, match="max_pinned_bytes"):
+        ScopeConfig(max_pinned_bytes=value)

@@ -194,10 +194,15 @@ class AsyncEngine:
         return await self.call(lambda: self._engine.documents.list(scope))
 
     async def pin_documents(
-        self, document_ids: Sequence[str], *, ttl_s: float | None = None, scope: str = "default"
+        self,
+        document_ids: Sequence[str],
+        *,
+        ttl_s: float | None = None,
+        scope: str = "default",
+        max_bytes: int | None = None,
     ) -> None:
-        """Forbid eviction of these documents; NotFoundError if one is not stored."""
-        await self.call(lambda: self._engine.documents.pin(document_ids, ttl_s=ttl_s, scope=scope))
+        """Forbid eviction of these documents; NotFoundError if one is not stored, CapacityError past `max_bytes`."""
+        await self.call(lambda: self._engine.documents.pin(document_ids, ttl_s=ttl_s, scope=scope, max_bytes=max_bytes))
 
     async def unpin_documents(self, document_ids: Sequence[str], *, scope: str = "default") -> None:
         """Allow eviction of these documents again; NotFoundError if one is not stored."""

@@ -10,7 +10,7 @@ from lazyattention.cache.manager import CacheManager
 from lazyattention.documents.document import Document
 from lazyattention.engine.admission import CacheIdentity
 from lazyattention.engine.request import RequestGroup
-from lazyattention.errors import NotFoundError
+from lazyattention.errors import CapacityError, NotFoundError
 
 _Chunks = list[Chunk]  # `list` is a method's name below
 
@@ -97,13 +97,28 @@ class DocumentManager:
         """Return an uploaded document."""
         return self._texts.get((scope, document_id))
 
-    def pin(self, document_ids: Iterable[str], *, ttl_s: float | None = None, scope: str = "default") -> None:
+    def pin(
+        self,
+        document_ids: Iterable[str],
+        *,
+        ttl_s: float | None = None,
+        scope: str = "default",
+        max_bytes: int | None = None,
+    ) -> None:
         """Forbid eviction of these documents' chunks until unpinned, or for `ttl_s` seconds.
+
+        Args:
+            document_ids: Stored documents.
+            ttl_s: None = until unpinned.
+            scope: The tenant.
+            max_bytes: KV memory that may be pinned in this scope altogether; None = no limit.
 
         Raises:
             NotFoundError: One of them has no stored chunk; nothing was pinned. Warm it first.
+            CapacityError: More than `max_bytes` would be pinned; nothing was.
         """
         chunks = [chunk for document_id in document_ids for chunk in self._chunks_of(document_id, scope)]
+        self._check_pins(chunks, scope, max_bytes)
         for chunk in chunks:
             self._cache.pin_chunk(chunk, ttl_s)
 
@@ -169,6 +184,18 @@ class DocumentManager:
             created_s=max((now - chunk.created_s for chunk in chunks), default=0.0),
             idle_s=min((now - chunk.last_used_s for chunk in chunks), default=0.0),
         )
+
+    def _check_pins(self, new: _Chunks, scope: str, max_bytes: int | None) -> None:
+        if max_bytes is None:
+            return
+        pinned = {chunk.key: chunk for chunk in self._cache.chunks if chunk.scope == scope and chunk.is_pinned}
+        pinned |= {chunk.key: chunk for chunk in new}
+        num_blocks = sum(len(chunk.block_ids) for chunk in pinned.values())
+        num_bytes = num_blocks * self._cache.block_size * self.bytes_per_token
+        if num_bytes > max_bytes:
+            raise CapacityError(
+                f"pinned documents would hold {num_bytes} bytes of KV, {max_bytes} may be pinned; unpin or delete some first"
+            )
 
     def _chunks_of(self, document_id: str, scope: str) -> _Chunks:
         chunks = self._cache.chunks.of_document(scope, document_id)

@@ -286,7 +286,7 @@ class PromptBuilder:
     def _check_num_tokens(self, num_tokens: int) -> None:
         if self._max_prompt_len is not None and num_tokens > 2 * self._max_prompt_len:
             raise RequestError(
-                f"the prompt has more than {num_tokens} tokens, documents included, and the model's limit is "
+                f"the prompt has more than {2 * self._max_prompt_len} tokens, documents included, and the model's limit is "
                 f"{self._max_prompt_len} tokens for prompt and answer; send fewer or shorter documents"
             )
 

@@ -29,6 +29,8 @@ class ScopeConfig:
         max_concurrent_requests: Requests that run or wait at the same time.
         max_requests_per_minute: None = no limit.
         max_stored_bytes: Text of uploaded documents that is kept.
+        max_pinned_bytes: KV that may be pinned. None = where there are several scopes an equal part of the pool, one part
+            left over for all; no limit where there is one.
     """
 
     name: str = DEFAULT_SCOPE
@@ -40,14 +42,16 @@ class ScopeConfig:
     max_concurrent_requests: int = 512
     max_requests_per_minute: int | None = None
     max_stored_bytes: int = 256 * _MIB
+    max_pinned_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
             raise ConfigError(f"scope name {self.name!r} must be a non-empty printable string")
         for name in ("max_body_bytes", "max_documents", "max_concurrent_requests", "max_stored_bytes"):
             _check_positive_int(f"{name} of scope {self.name!r}", getattr(self, name))
-        if self.max_requests_per_minute is not None:
-            _check_positive_int(f"max_requests_per_minute of scope {self.name!r}", self.max_requests_per_minute)
+        for name in ("max_requests_per_minute", "max_pinned_bytes"):
+            if getattr(self, name) is not None:
+                _check_positive_int(f"{name} of scope {self.name!r}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from lazyattention.engine.prompt import PromptBuilder
 from lazyattention.errors import EngineDeadError
 from lazyattention.reuse import PromptLayout
 from lazyattention.server.config import ScopeConfig, ServerConfig
-from lazyattention.server.errors import DeadlineError, UnknownModelError
+from lazyattention.server.errors import DeadlineError, OverloadedError, ShuttingDownError, UnknownModelError
 from lazyattention.server.generation import Generator
 from lazyattention.server.library import DocumentLibrary
 from lazyattention.server.limits import AdmissionQueue
@@ -117,7 +117,7 @@ class ServerContext:
         self.metrics = Metrics()
         self.preparation = AdmissionQueue(_NUM_TOKENIZERS, config.max_waiting)
         self.metrics.queued.set_function(lambda: self.admission.num_waiting + self.preparation.num_waiting)
-        self.generator = Generator(engine, self.admission, self.metrics, tracer)
+        self.generator = Generator(engine, self.admission, self.metrics, tracer, has_tenants=len(config.scopes) > 1)
         self.library = DocumentLibrary()
         self.tokenizer = engine.engine.loaded.tokenizer
         self.grammars = GrammarCompiler(
@@ -166,15 +166,17 @@ class ServerContext:
     async def _lay_out(
         self, work: Callable[[PromptBuilder], PromptLayout], tenant: ScopeConfig, deadline_s: float
     ) -> PromptLayout:
-        left_s = max(0.0, deadline_s - time.monotonic())
-        async with self.preparation.place(tenant, left_s):
-            try:
+        try:
+            async with self.preparation.place(tenant, max(0.0, deadline_s - time.monotonic())):
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     return await self.in_worker(lambda: self._prompts.use(tenant.name, work))
-            except TimeoutError:
-                raise DeadlineError(
-                    "the prompt was not tokenised within the deadline; raise 'deadline_s' or send less"
-                ) from None
+        except TimeoutError:
+            error = DeadlineError("the prompt was not tokenised within the deadline; raise 'deadline_s' or send less")
+            self.metrics.note_end(tenant.name, None, error)
+            raise error from None
+        except (OverloadedError, DeadlineError, ShuttingDownError) as error:
+            self.metrics.note_end(tenant.name, None, error)
+            raise
 
     def refuse_new(self) -> None:
         """Begin the end: requests that come or wait are refused from now on."""

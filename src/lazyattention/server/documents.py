@@ -186,7 +186,15 @@ class DocumentRoutes:
         }
 
     async def _pin(self, document_id: str, ttl_s: float | None, tenant: ScopeConfig) -> None:
-        await self._context.engine.pin_documents([document_id], ttl_s=ttl_s, scope=tenant.name)
+        limit = await self._max_pinned_bytes(tenant)
+        await self._context.engine.pin_documents([document_id], ttl_s=ttl_s, scope=tenant.name, max_bytes=limit)
+
+    async def _max_pinned_bytes(self, tenant: ScopeConfig) -> int | None:
+        num_scopes = len(self._context.config.scopes)
+        if tenant.max_pinned_bytes is not None or num_scopes == 1:
+            return tenant.max_pinned_bytes
+        stats = await self._context.engine.stats()
+        return int(stats["num_blocks"] * stats["block_size"] * stats["kv_bytes_per_token"] // (num_scopes + 1))
 
     async def _stored(self, tenant: ScopeConfig) -> dict[tuple[str, str], DocumentInfo]:
         """What the engine holds, by scope and id, of the scopes this one may see."""

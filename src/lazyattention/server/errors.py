@@ -126,6 +126,7 @@ def body_error(problems: Sequence[Mapping[str, Any]]) -> InvalidBodyError:
     kind = problems[0]["type"]
     if kind == "json_invalid":
         place, reason = problems[0]["loc"][-1], problems[0].get("ctx", {}).get("error", "malformed")
+        reason = reason.removesuffix(" at")  # Python's own message goes on with the place
         return InvalidBodyError(f"the body is not valid JSON: {reason} at character {place}; correct it")
     if kind in ("model_attributes_type", "missing") and tuple(problems[0]["loc"]) == ("body",):
         return InvalidBodyError(

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from lazyattention.engine.outputs import RequestOutput
 from lazyattention.engine.sampling_params import SamplingParams
-from lazyattention.errors import LazyAttentionError
+from lazyattention.errors import CapacityError, LazyAttentionError
 from lazyattention.reuse import PromptLayout
 from lazyattention.server.config import ScopeConfig
 from lazyattention.server.errors import DeadlineError, ShuttingDownError
@@ -72,8 +72,18 @@ class Job:
 class Generator:
     """Runs jobs. Every job ends exactly once: with a finished output, an error, or because its client left."""
 
-    def __init__(self, engine: Engine, admission: AdmissionQueue, metrics: Metrics, tracer: Any = None) -> None:  # noqa: ANN401  # optional package
+    def __init__(
+        self,
+        engine: Engine,
+        admission: AdmissionQueue,
+        metrics: Metrics,
+        tracer: Any = None,  # noqa: ANN401  # optional package
+        *,
+        has_tenants: bool = False,
+    ) -> None:
+        """`has_tenants`: several scopes share the engine."""
         self._engine = engine
+        self._has_tenants = has_tenants
         self._admission = admission
         self._metrics = metrics
         self._tracer = tracer
@@ -108,7 +118,9 @@ class Generator:
                         last = output
                         yield output
         except LazyAttentionError as caught:
-            error = caught
+            error = self._for_tenant(caught)
+            if error is not caught:
+                raise error from caught
             raise
         finally:
             self._metrics.note_end(job.tenant.name, last, error)
@@ -153,6 +165,12 @@ class Generator:
             self._running.discard(job.request_id)
             if not is_finished:
                 self._abort_soon(job.request_id)
+
+    def _for_tenant(self, error: LazyAttentionError) -> LazyAttentionError:
+        """Hide what the engine says of its pool where others fill it, too: it would show their use."""
+        if self._has_tenants and type(error) is CapacityError:
+            return CapacityError("no room for the request now; try again later, or unpin or delete documents of yours")
+        return error
 
     def _why_aborted(self, job: Job) -> LazyAttentionError:
         if self._is_over:
