@@ -358,12 +358,28 @@ def bench_prefill_variants() -> dict[str, float]:
     for name, batch, length in (
         ("cold: 16 chunks of 512, causal", 16, 512),
         ("cold: one text of 8192, causal", 1, 8192),
+        ("cold: one text of 5000, causal", 1, 5000),
     ):
+        times[f"{name}, a layer as the engine runs it"] = cold_layer_ms(batch, length)
         q = torch.randn(batch, 32, length, 128, device=DEVICE, dtype=torch.bfloat16)
         k, v = (torch.randn(batch, 8, length, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         for backend, value in stock_ms(q, k, v, causal=True).items():
             times[f"{name}, {backend}"] = value
     return times
+
+
+def cold_layer_ms(num_texts: int, length: int) -> float:
+    """Time one layer over texts of which nothing is stored: store, attend by whichever kernel, merge."""
+    problem = make_problem([((), 0, length)] * num_texts, 0, length)
+    slots = np.arange(num_texts * length) if length % BLOCK_SIZE == 0 else np.arange(length)
+    plan = plan_of_arrays(
+        problem.arrays, problem.positions, slots, block_size=BLOCK_SIZE, store_turns=None, device=DEVICE
+    )
+    kv = problem.kv
+    metadata = AttentionMetadata(plan, [(kv.k_cache, kv.v_cache)], [problem.rotary])
+    k, v = (torch.randn(len(slots), 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    options = AttendOptions(128**-0.5)
+    return stream_ms(lambda: run_kernels(problem.q, k, v, metadata, 0, options, None))
 
 
 def bench_float8() -> dict[str, float]:

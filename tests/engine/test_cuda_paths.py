@@ -45,6 +45,30 @@ def test_small_steps_from_graphs_give_the_same_logits(method):
         engine.check_idle()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_cold_prompts_through_stock_kernels_give_the_same_logits(method, monkeypatch):
+    want = run_all(make_engine(), method)
+    batches = []
+    original = attention.causal_prefill
+
+    def watched(q, k, v, batch, *args, **kwargs):
+        batches.append(batch)
+        original(q, k, v, batch, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "causal_prefill_min_tokens", lambda *_: 8)
+    monkeypatch.setattr(attention, "causal_prefill", watched)
+    with kernel_engine() as engine:
+        assert_same_logits(run_all(engine, method), want)
+        num_cold = len(batches)
+        assert num_cold > 0
+        if method in FULL_METHODS:
+            # A prompt that has never been seen is one sequence, whatever its spans.
+            assert max(batch.num_tokens for batch in batches) >= sum(p.num_tokens for p in PROMPTS) // 2
+            assert all(batch.parts is None for batch in batches if batch.num_tokens > 100)
+        assert_same_logits(run_all(engine, method), want)  # warm
+        engine.check_idle()
+
+
 @pytest.mark.parametrize("kernel_for_unmasked_tiles", [False, True])
 def test_questions_over_stored_documents_are_replayed_beside_decodes(monkeypatch, kernel_for_unmasked_tiles):
     """Steps with a long question are prefill in their own graphs; short ones and decodes go along."""

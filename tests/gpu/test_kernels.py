@@ -257,6 +257,24 @@ def test_long_contiguous_prefill(head_dim, group, dtype):
         assert relative_error(got, oracle(case, rotary, 0.2, sinks=sinks)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("head_dim", "group", "dtype"), [(128, 4, torch.bfloat16), (64, 7, torch.float16)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("chunk_lens", [(), (100, 512)])
+def test_cold_prompts_through_stock_kernels(chunk_lens, has_sinks, head_dim, group, dtype):
+    """Texts of which nothing is stored: short ones side by side, long ones alone; what they see besides is merged in."""
+    case = random_case(
+        31, chunk_lens=chunk_lens, queries=((0, 130), (0, 700), (0, 1500), (0, 20), (0, 1024), (40, 200)),
+        num_q_heads=2 * group, num_kv_heads=2, head_dim=head_dim, dtype=dtype, far=9_000,
+    )  # fmt: skip
+    rotary = on_gpu(rotary_of(head_dim, theta=500000.0))
+    sinks = torch.linspace(-2, 6, 2 * group, device="cuda", dtype=dtype) if has_sinks else None
+    got = run_case(case, rotary, 0.2, sinks=sinks)
+    (spec,) = case.plan._device_plans
+    lens = [batch.num_tokens for batch in case.plan.device_plan(spec).causal]
+    assert lens == ([830, 1500, 1024] if spec.causal_min_tokens else [])
+    assert relative_error(got, oracle(case, rotary, 0.2, sinks=sinks)) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("chunk_lens", "is_turned"),

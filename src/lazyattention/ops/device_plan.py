@@ -109,6 +109,7 @@ def build_device_plan(
     spec: LayoutSpec,
     device: torch.device,
     blocks: torch.Tensor | None = None,
+    slots: np.ndarray | None = None,
 ) -> DevicePlan:
     """Lay out a step for one kind of layer and send it to the device without waiting for it.
 
@@ -118,8 +119,9 @@ def build_device_plan(
         spec: Heads, tiles and window of the layer.
         device: Where the kernels run.
         blocks: Block tables that are on the device already, or None to send `arrays.blocks`.
+        slots: int64 `[num_tokens]`, where new keys go; None = nothing for causal_prefill.
     """
-    layout = lay_out(arrays, positions, spec)
+    layout = lay_out(arrays, positions, spec, slots)
     buffer = pack(layout, None if blocks is not None else arrays.blocks)
     return buffer.plan(send(buffer.flat, device), blocks, spec)
 
@@ -136,9 +138,9 @@ class Layout:
     merge_starts: np.ndarray
 
 
-def lay_out(arrays: PlanArrays, positions: np.ndarray, spec: LayoutSpec) -> Layout:
+def lay_out(arrays: PlanArrays, positions: np.ndarray, spec: LayoutSpec, slots: np.ndarray | None = None) -> Layout:
     """Divide the step between the kernels and number the partial states."""
-    causal, is_causal = lay_out_causal(arrays, positions, spec)
+    causal, is_causal = lay_out_causal(arrays, positions, slots, spec)
     is_prefill = arrays.group_sizes >= spec.prefill_min_tokens
     is_decode = ~is_prefill
     if len(causal.batches):

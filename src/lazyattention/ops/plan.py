@@ -109,6 +109,7 @@ class AttentionPlan:
         device: Where the tensors live.
         arrays: The step as flat arrays, in a plan made for the kernels, else None.
         host_positions: As positions, on the host.
+        host_slots: As slot_mapping, on the host.
         blocks: int32, the block tables of `arrays` on the device, if they are there already.
     """
 
@@ -125,6 +126,7 @@ class AttentionPlan:
     device: torch.device
     arrays: PlanArrays | None = None
     host_positions: np.ndarray | None = None
+    host_slots: np.ndarray | None = None
     blocks: torch.Tensor | None = None
     _device_plans: dict[LayoutSpec, DevicePlan] = field(default_factory=dict)
     _tables: dict[tuple[int, str, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -135,7 +137,9 @@ class AttentionPlan:
         if device_plan is None:
             assert self.arrays is not None
             assert self.host_positions is not None
-            device_plan = build_device_plan(self.arrays, self.host_positions, spec, self.device, self.blocks)
+            device_plan = build_device_plan(
+                self.arrays, self.host_positions, spec, self.device, self.blocks, self.host_slots
+            )
             self._device_plans[spec] = device_plan
         return device_plan
 
@@ -295,6 +299,7 @@ def plan_of_arrays(
         device=device,
         arrays=arrays,
         host_positions=positions,
+        host_slots=slot_mapping,
         blocks=blocks,
     )
 

@@ -117,9 +117,9 @@ class StaticPlan:
         )
         positions = np.zeros(num_tokens, np.int64)
         # Layers ask by their own spec, however this plan is laid out.
-        self._laid_out = {spec: replace(spec, causal_min_tokens=0) for spec in specs}
-        if not capacity.max_prefill_tasks:
-            self._laid_out = {spec: replace(used, prefill_min_tokens=_NEVER) for spec, used in self._laid_out.items()}
+        self._laid_out = {
+            spec: spec if capacity.max_prefill_tasks else replace(spec, prefill_min_tokens=_NEVER) for spec in specs
+        }
         self._flats: dict[LayoutSpec, torch.Tensor] = {}
         device_plans = {}
         for spec in self._laid_out:
