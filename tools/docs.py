@@ -2,7 +2,7 @@
 """Keeps generated parts of the documentation true, and its links alive. `make docs` writes; a test only checks.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->` in any Markdown page. Names:
-`options COMMAND`, `configuration`, `models`, `reuse methods`, `environment variables`, `unlearning benchmark`.
+`options COMMAND`, `configuration`, `models`, `reuse methods`, `recompute policies`, `environment variables`, `unlearning benchmark`.
 """
 
 import argparse
@@ -45,6 +45,13 @@ def generate(name: str) -> str:
 
         return _table(
             ("method", "what it does"), [(f"`{key}`", method.summary) for key, method in REUSE_METHODS.items()]
+        )
+    if name == "recompute policies":
+        from lazyattention.reuse.recompute import RECOMPUTE_POLICIES
+
+        return _table(
+            ("`--recompute`", "N is", "what is computed anew"),
+            [(f"`{key}:N`", policy.amount_help, policy.summary) for key, policy in RECOMPUTE_POLICIES.items()],
         )
     if name == "environment variables":
         return _environment()
