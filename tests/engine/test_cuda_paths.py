@@ -8,7 +8,7 @@ import torch
 
 from fixtures.kernel_engine import RunAgain, kernel_engine
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, answer, drain, loaded_tiny, make_engine, prompt
-from lazyattention.engine import cuda_graphs
+from lazyattention.engine import cuda_graphs, model_runner
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import ConfigError
 from lazyattention.ops import attention, static_plan
@@ -55,9 +55,9 @@ def test_cold_prompts_through_stock_kernels_give_the_same_logits(method, monkeyp
         batches.append(batch)
         original(q, k, v, batch, *args, **kwargs)
 
-    monkeypatch.setattr(attention, "causal_prefill_min_tokens", lambda *_: 8)
-    monkeypatch.setattr(attention, "causal_prefill", watched)
     with kernel_engine() as engine:
+        monkeypatch.setattr(attention, "causal_prefill_min_tokens", lambda *_: 8)
+        monkeypatch.setattr(attention, "causal_prefill", watched)
         assert_same_logits(run_all(engine, method), want)
         num_cold = len(batches)
         assert num_cold > 0
@@ -67,6 +67,25 @@ def test_cold_prompts_through_stock_kernels_give_the_same_logits(method, monkeyp
             assert all(batch.parts is None for batch in batches if batch.num_tokens > 100)
         assert_same_logits(run_all(engine, method), want)  # warm
         engine.check_idle()
+
+
+def test_every_padded_length_is_prepared_at_start_up(monkeypatch):
+    lens = []
+    original = attention.causal_prefill
+
+    def watched(q, k, v, batch, *args, **kwargs):
+        lens.append(batch.num_tokens)
+        original(q, k, v, batch, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "causal_prefill_min_tokens", lambda *_: 8)
+    monkeypatch.setattr(attention, "causal_prefill", watched)
+    monkeypatch.setattr(model_runner, "LONG", 64)
+    with kernel_engine(num_blocks=20, block_size=16, max_num_batched_tokens=130) as engine:
+        assert sorted(set(lens)) == [64, 128, 130]
+        engine.check_idle()
+    lens.clear()
+    with kernel_engine(num_blocks=3, block_size=16):
+        assert set(lens) == {48}
 
 
 @pytest.mark.parametrize("kernel_for_unmasked_tiles", [False, True])

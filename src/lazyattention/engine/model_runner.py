@@ -21,6 +21,7 @@ from lazyattention.engine.step_planner import PlannedBatch, StepPlanner
 from lazyattention.errors import ConfigError, UnsupportedError
 from lazyattention.models.attention import ATTENTION_NAME, MASKLESS_ATTENTION_NAME
 from lazyattention.ops import AttentionMetadata, AttentionPlan, Observer, make_plan
+from lazyattention.ops.causal_prefill import LONG
 from lazyattention.ops.device_plan import send
 from lazyattention.utils.logging import get_logger
 
@@ -89,6 +90,8 @@ class ModelRunner:
             self.model.set_attn_implementation(MASKLESS_ATTENTION_NAME)
         if is_cuda if config.compile is None else config.compile:
             self._compile(loaded, compile_backend)
+        if self._planner is not None:
+            self._prepare_cold_prompts(config.scheduler.max_num_batched_tokens)
         if config.cuda_graphs and self._planner is None:
             raise ConfigError(
                 f"cuda_graphs is on, but the model is on {self.device}; leave it out, or load the model on a CUDA device"
@@ -216,6 +219,18 @@ class ModelRunner:
             plan = make_plan(index, index * 0 - 1, [], [], block_size=self.kv_pool.block_size, device=self.device)
         self._forward(input_ids, plan, torch.zeros(1, dtype=torch.int64, device=self.device))
         return plan
+
+    @torch.inference_mode()
+    def _prepare_cold_prompts(self, max_num_tokens: int) -> None:
+        """Run a text of each padded length, for which stock kernels prepare a while. Its KV goes to free blocks."""
+        assert self._planner is not None
+        if not any(spec.causal_min_tokens for spec in self._warm_up()._device_plans):
+            return
+        largest = min(max_num_tokens, self.kv_pool.num_blocks * self.kv_pool.block_size)
+        for length in range(LONG, largest + LONG, LONG):
+            step = self._planner.cold_step(min(length, largest))
+            input_ids = torch.zeros(len(step.positions), dtype=torch.int64, device=self.device)
+            self._forward(input_ids, self._planner.plan(step), input_ids[:1])
 
     @torch.inference_mode()
     def _record_graphs(self, capture: Capture | None, config: EngineConfig) -> None:

@@ -93,6 +93,15 @@ class StepPlanner:
         positions = np.arange(num_tokens)
         return self._plans.step([nothing], np.array([num_tokens]), positions, np.full(num_tokens, -1))
 
+    def cold_step(self, num_tokens: int) -> HostStep:
+        """Return a step with one text of which nothing is stored, for warming up; its KV goes to the first blocks."""
+        range_id = self._plans.add_range(range(-(-num_tokens // self._block_size)), num_tokens, 0)
+        text = RequestRows(np.array([range_id]), np.zeros(1, np.int64))
+        positions = np.arange(num_tokens)
+        step = self._plans.step([text], np.array([num_tokens]), positions, positions)
+        self._plans.drop_range(range_id)
+        return step
+
     def build(self, step: Step) -> PlannedBatch:
         """Lay out a step that has at least one piece; as `batch.build_batch`."""
         parts = _Parts()
