@@ -31,6 +31,75 @@ def test_growth_prefers_the_block_right_behind():
     assert pool.allocate(1, after=2) != [3]
 
 
+def test_few_blocks_leave_long_runs_whole():
+    pool = BlockPool(40)
+    hole, kept = pool.allocate(4), pool.allocate(2)
+    pool.release(hole)
+    assert pool.allocate(1) == [0]
+    assert pool.allocate(34) == list(range(6, 40))
+    pool.release(kept)
+    pool.check()
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=30), st.integers(1, 12))
+def test_a_run_that_is_long_enough_is_found(requests, wanted):
+    pool = BlockPool(64)
+    held = []
+    for num_blocks, is_kept in requests:
+        if num_blocks <= pool.num_free:
+            held.append((pool.allocate(num_blocks), is_kept))
+    for block_ids, is_kept in held:
+        if not is_kept:
+            pool.release(block_ids)
+    free = [pool.ref_count(block_id) == 0 for block_id in range(64)]
+    has_run = any(all(free[start : start + wanted]) for start in range(64 - wanted + 1))
+    if wanted <= pool.num_free:
+        taken = pool.allocate(wanted)
+        assert (taken == list(range(taken[0], taken[0] + wanted))) == has_run
+    pool.check()
+
+
+def test_a_scattered_pool_is_not_searched_through():
+    """Every second block is free: looking for a long run must not look at all of them."""
+    pool = BlockPool(20_000)
+    pool.allocate(20_000)
+    pool.release(range(0, 20_000, 2))
+    num_looked_at = 0
+
+    class Counted(dict):
+        def __getitem__(self, start):
+            nonlocal num_looked_at
+            num_looked_at += 1
+            return super().__getitem__(start)
+
+    pool._run_lens = Counted(pool._run_lens)
+    assert len(set(pool.allocate(10))) == 10
+    assert num_looked_at < 10 * 100
+    pool.check()
+
+
+def test_documents_lie_in_one_piece_after_long_use():
+    """Documents of some sizes and growing texts come and go in a pool that is mostly full."""
+    rng = random.Random(0)
+    pool, documents, texts = BlockPool(2000), [], []
+    num_pieces = num_documents = 0
+    for _ in range(4000):
+        while pool.num_free < 100:
+            pool.release(documents.pop(rng.randrange(len(documents))))
+        if rng.random() < 0.3:
+            blocks = pool.allocate(rng.choice((8, 32, 40)))
+            documents.append(blocks)
+            num_documents += 1
+            num_pieces += 1 + sum(b != a + 1 for a, b in zip(blocks, blocks[1:], strict=False))
+        texts.append(pool.allocate(rng.randrange(1, 5)))
+        if len(texts) > 20:
+            pool.release(texts.pop(rng.randrange(len(texts))))
+        growing = rng.choice(texts)
+        growing += pool.allocate(1, after=growing[-1])
+    assert num_pieces < 1.5 * num_documents
+    pool.check()
+
+
 def test_too_many_changes_nothing():
     pool = BlockPool(3)
     pool.allocate(2)
