@@ -36,9 +36,10 @@ def random_step(
     keys_turned=True,
     far=0,
     contiguous=False,
+    scattered_chunk=None,
 ):
     """Build a step: `queries` holds (earlier text tokens, new tokens) per request; every request sees every chunk, in
-    an order of its own, then its own text. `far` moves all requests to larger positions.
+    an order of its own, then its own text. `far` moves all requests to larger positions; one chunk's blocks can lie in reverse.
     """
     num_blocks = 64 + sum(-(-n // block_size) + 1 for n in chunk_lens) * 2 + sum(a + b for a, b in queries)
     free = list(range(num_blocks)) if contiguous else rng.permutation(num_blocks).tolist()
@@ -50,6 +51,8 @@ def random_step(
 
     base = 3
     ranges = [KVRange(("chunk", i), take(n), n, base, keys_turned) for i, n in enumerate(chunk_lens)]
+    if scattered_chunk is not None:
+        ranges[scattered_chunk].block_ids.reverse()
     groups, positions, slots = [], [], []
     for request, (num_before, num_new) in enumerate(queries):
         token_start = len(positions)

@@ -91,6 +91,22 @@ def test_unmasked_tiles_in_tasks_of_their_own(seed, chunk_lens, queries):
     torch.testing.assert_close(got, dense_oracle(step, rotary, options, sinks), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("scattered_chunk", "has_apart"), [(1, True), (0, False)])
+def test_a_few_scattered_tiles_do_not_keep_the_others_from_their_kernel(scattered_chunk, has_apart, window):
+    step = random_step(
+        np.random.default_rng(0), chunk_lens=(150, 40, 130), queries=((3, 40), (0, 20)), contiguous=True,
+        scattered_chunk=scattered_chunk,
+    )  # fmt: skip
+    rotary, options = rotary_of(16), AttendOptions(0.3, sliding_window=window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "has_unmasked_prefill", lambda *_: True)
+        got = run_kernel_plan(step, rotary, options)
+    torch.testing.assert_close(got, dense_oracle(step, rotary, options), rtol=1e-6, atol=1e-6)
+    (device_plan,) = step.kernel_plan._device_plans.values()
+    assert (len(device_plan.prefill[0].apart) > 0) == (has_apart and window is None)
+
+
 def test_new_keys_are_stored_turned_back_and_seen():
     """A step that stores its own keys unturned reads what a step with turned keys reads."""
     rng = np.random.default_rng(3)

@@ -16,6 +16,8 @@ _PROGRAM_TILES = 1.5
 _MAX_PARTS = 64
 # Fewer tiles than this are not worth a task, and a partial state, of their own.
 _MIN_APART_TILES = 4
+# With more of its tiles in scattered blocks than this share, a run is left to the kernel that gathers.
+_MAX_SCATTERED = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def _empty() -> PrefillLayout:
 def _lay_out_run(
     arrays: PlanArrays, groups: np.ndarray, positions: np.ndarray, spec: LayoutSpec, shape: TileShape
 ) -> _Run:
-    full, tails, is_contiguous = _key_tiles(arrays, groups, shape.tile_kv, spec.block_size)
+    full, tails, is_contiguous = _key_tiles(arrays, groups, shape.tile_kv, spec)
     start, size = int(arrays.group_starts[groups[0]]), int(arrays.group_sizes[groups[0]])
     tokens_per_tile = max(1, shape.tile_m // spec.group)
     firsts = np.arange(0, size, tokens_per_tile)
@@ -170,9 +172,13 @@ def _lay_out_run(
 
 
 def _key_tiles(
-    arrays: PlanArrays, groups: np.ndarray, tile: int, block_size: int
+    arrays: PlanArrays, groups: np.ndarray, tile: int, spec: LayoutSpec
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return whole tiles and shorter tails of the groups' ranges, by position, and whether whole ones are contiguous."""
+    """Return whole tiles and tails of the groups' ranges, by position, and whether whole ones are contiguous.
+
+    Tails need a mask. Where there is a kernel for contiguous tiles, a few whole ones that are not count as tails, too.
+    """
+    block_size = spec.block_size
     ranges, deltas = arrays.group_ranges[groups], arrays.group_deltas[groups]
     num_keys, tables = arrays.range_tokens[ranges], arrays.range_tables[ranges]
     first_stands = arrays.range_firsts[ranges] + deltas
@@ -199,7 +205,12 @@ def _key_tiles(
         return full, tails, True
     first_blocks = full[:, 1] + full[:, 2] // block_size
     blocks = arrays.blocks[first_blocks[:, None] + np.arange(blocks_per_tile)]
-    return full, tails, bool((np.diff(blocks, axis=1) == 1).all())
+    is_scattered = (np.diff(blocks, axis=1) != 1).any(1)
+    num_scattered = int(is_scattered.sum())
+    if num_scattered and spec.has_unmasked_prefill and num_scattered <= _MAX_SCATTERED * len(full):
+        tails = np.concatenate((tails, full[is_scattered]))
+        return full[~is_scattered], tails[np.argsort(tails[:, 3], kind="stable")], True
+    return full, tails, num_scattered == 0
 
 
 def _cut(
