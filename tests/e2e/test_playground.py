@@ -213,3 +213,17 @@ def test_the_api_page_shows_every_route(browser, server):
             sync_api.expect(page.get_by_role("heading", name=route, exact=True)).to_be_visible()
         sync_api.expect(page.locator("#ChatBody")).to_contain_text("documents")
         assert_accessible(page)
+
+
+@pytest.mark.parametrize("width", [320, 360, 390])
+def test_nothing_is_cut_off_on_a_narrow_phone(browser, server, width):
+    for page in open_page(browser, server.url, viewport={"width": width, "height": 700}):
+        load_examples(page)
+        ask(page)
+        sync_api.expect(page.locator("#report tr")).to_have_count(4)
+        sync_api.expect(page.locator("#store tr")).to_have_count(4)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for table in ("#store", "#report"):
+            for cell in page.locator(f"{table} :is(button, td):visible").all():
+                box = cell.bounding_box()
+                assert box["x"] + box["width"] <= width, (table, cell.inner_text())

@@ -147,7 +147,7 @@ async function refresh() {
   const answer = await (await call("/v1/documents?limit=1000")).json();
   state.stored = answer.data;
   state.chosen = state.chosen.filter((id) => find(id));
-  $("store-summary").textContent = answer.num_documents ? `${answer.num_documents} document${answer.num_documents > 1 ? "s" : ""}, ${bytes(answer.num_stored_bytes)} of KV. Each is computed once, whatever its place in a prompt.` : "Nothing yet.";
+  $("store-summary").textContent = answer.num_documents ? `${answer.num_documents} document${answer.num_documents > 1 ? "s" : ""}, ${bytes(answer.num_stored_bytes)} of KV stored, that of documents sent with requests included. Each is computed once, whatever its place in a prompt.` : "Nothing yet.";
   drawStore();
 }
 
