@@ -121,11 +121,11 @@ def test_a_hold_out_of_another_kind_is_called_out(caplog):
     splits = generate_people(60, 0, num_facts=2, forget_fraction=0.3)
     short = [QAExample(f"What is {i}?", "It", example_id=str(i)) for i in range(40)]
     model, tokenizer = qa_model(), qa_tokenizer()
-    options = {"metrics": ["mia_loss"], "progress": False}
+    options = {"metrics": ["mia_loss", "mia_zlib"], "progress": False}
     matched = evaluate(model, tokenizer, splits, **options)["metrics"]["mia_loss"]
     assert matched["is_matched"]
     assert "does not match" not in caplog.text
     other = evaluate(model, tokenizer, {**splits, "holdout": short}, **options)["metrics"]["mia_loss"]
     assert not other["is_matched"]
-    assert "mia_loss: answers of forget" in caplog.text
-    assert "does not match" in caplog.text
+    assert "membership attacks: answers of forget" in caplog.text
+    assert caplog.text.count("does not match") == 1

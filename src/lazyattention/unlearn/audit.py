@@ -127,7 +127,11 @@ def decide(result: UnlearnResult, *, is_refused: bool, is_forced: bool) -> dict[
     if is_refused:
         return {"status": "refused", "reason": "the model collapsed; nothing was written"}
     reached = guard.target_reached(guard.after)
-    reason = f"stopped by: {guard.stop_reason}; utility fell by {guard.utility_drop(guard.after):.2f} points"
+    drop = guard.utility_drop(guard.after)
+    utility = (
+        f"{'fell' if drop >= 0 else 'rose'} by {abs(drop):.2f} points" if "retain" in guard.after else "not measured"
+    )
+    reason = f"stopped by: {guard.stop_reason}; utility {utility}"
     if guard.target is None:
         reason += "; no target was given"
     else:

@@ -194,13 +194,16 @@ def purge(
     purge_list: Annotated[Path, typer.Option("--list", help="The list that `run --store` wrote.")] = Path(
         "purge.jsonl"
     ),
+    ledger: Annotated[Path | None, typer.Option(help="Default: ledger.jsonl beside the list.")] = None,
     store_url: _Url = envs.SERVER_URL,
 ) -> None:
     """Delete documents from a running server that `run --store` could not reach."""
+    from lazyattention.unlearn.ledger import append_entry
     from lazyattention.unlearn.purge import describe_purge, run_pending_purges
 
     settled = run_pending_purges(purge_list, DocumentClient(store_url, envs.API_KEY).delete)
     for line in settled:
+        append_entry(ledger or purge_list.with_name("ledger.jsonl"), {"event": "purge", **line})
         _out.print(f"{line['request_id']}: {describe_purge(line)}", markup=False)
     if not settled:
         _out.print(f"{purge_list}: nothing is pending", markup=False)
@@ -436,7 +439,7 @@ def show_ledger(path: Annotated[Path, typer.Argument(help="ledger.jsonl")]) -> N
     entries = read_ledger(path)
     table = Table("time (UTC)", "event", "request", "status", "hash")
     for entry in entries:
-        status = entry.get("decision", {}).get("status", "")
+        status = entry.get("decision", entry).get("status", "")
         table.add_row(entry["time_utc"], entry["event"], entry.get("request_id", ""), status, entry["hash"][:12])
     _out.print(table)
     _out.print(f"{len(entries)} entries, all hashes match")
@@ -448,7 +451,8 @@ def _print_summary(record: dict[str, Any]) -> None:
     for name, value in record["metrics"].get("before", {}).get("summary", {}).items():
         new = after.get(name)
         table.add_row(name, *("–" if v is None else f"{v:.4g}" for v in (value, new)))
-    _out.print(table)
+    if table.row_count:
+        _out.print(table)
     if "comparison" in record:
         print_comparison(record["comparison"], _out)
     _out.print(record["decision"]["reason"])

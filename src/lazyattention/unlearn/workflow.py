@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One deletion request from data to audit: measure, unlearn, check, write, measure again, probe, report, record."""
 
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Sequence
@@ -162,6 +163,8 @@ def run_request(
         resume_from=_last_checkpoint(request),
         progress=progress,
     )
+    with contextlib.suppress(OSError):
+        (request.output / "checkpoints").rmdir()  # only if no checkpoint was asked for
     record["training"] = audit.describe_training(result, config)
     console.print(
         f"{result.guard.stop_reason} at step {result.guard.after['step']}: {result.num_changed:,} of "

@@ -79,6 +79,7 @@ class EvalContext:
         retrained: The result of `evaluate` on the retrained model, or None.
         progress: Shows how far the passes are.
         results: Name of a metric to its result.
+        has_warned_of_lengths: Every membership attack sees the same sets; one warning about them is enough.
         pass_timings_s: Seconds of each pass, such as "score/forget/answer" and "generate/forget+retain".
     """
 
@@ -91,6 +92,7 @@ class EvalContext:
     progress: Progress = field(default_factory=lambda: Progress(is_enabled=False))
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     pass_timings_s: dict[str, float] = field(default_factory=dict)
+    has_warned_of_lengths: bool = False
     _encoded: dict[tuple[str, AnswerField], list[EncodedExample]] = field(default_factory=dict)
     _scores: dict[tuple[str, AnswerField], list[AnswerScores]] = field(default_factory=dict)
     _texts: dict[str, list[str]] = field(default_factory=dict)

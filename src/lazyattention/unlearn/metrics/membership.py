@@ -21,13 +21,12 @@ _UNMATCHED_PVALUE = 0.01
 AttackScore = Callable[[AnswerScores, QAExample], float]
 
 
-def attack(context: EvalContext, score: AttackScore, name: str) -> dict[str, Any]:
+def attack(context: EvalContext, score: AttackScore) -> dict[str, Any]:
     """Attack the forget set: can it be told from a hold-out of the same distribution that was never trained on?
 
     Args:
         context: Needs the splits "forget" and "holdout".
         score: Higher = more like a member.
-        name: Of the attack, for the warning.
 
     Returns:
         "value": the area under the ROC curve with "forget" as members; 0.5 = cannot be told (wanted), 1 = betrayed
@@ -45,11 +44,11 @@ def attack(context: EvalContext, score: AttackScore, name: str) -> dict[str, Any
         lengths[split] = [len(item.logprobs) for item in found]
     auc = area_under_roc(scores["forget"], scores["holdout"])
     length_pvalue = float(stats.ks_2samp(lengths["forget"], lengths["holdout"]).pvalue)
-    if length_pvalue < _UNMATCHED_PVALUE:
+    if length_pvalue < _UNMATCHED_PVALUE and not context.has_warned_of_lengths:
+        context.has_warned_of_lengths = True
         logger.warning(
-            "%s: answers of forget (mean %.1f tokens) and holdout (%.1f) differ in length (p = %.1e): the hold-out "
+            "membership attacks: answers of forget (mean %.1f tokens) and holdout (%.1f) differ in length (p = %.1e): the hold-out "
             "does not match, so the area may measure the sets instead of the model. Use a hold-out of the same kind",
-            name,
             np.mean(lengths["forget"]),
             np.mean(lengths["holdout"]),
             length_pvalue,
@@ -67,10 +66,10 @@ def attack(context: EvalContext, score: AttackScore, name: str) -> dict[str, Any
     }
 
 
-def attack_by_lowest(context: EvalContext, score: Callable[[AnswerScores, float], float], name: str) -> dict[str, Any]:
+def attack_by_lowest(context: EvalContext, score: Callable[[AnswerScores, float], float]) -> dict[str, Any]:
     """`attack` with a score of the least likely tokens, whose share is `EvalOptions.min_k_fraction`."""
     fraction = context.options.min_k_fraction
-    return {**attack(context, lambda scores, _: score(scores, fraction), name), "min_k_fraction": fraction}
+    return {**attack(context, lambda scores, _: score(scores, fraction)), "min_k_fraction": fraction}
 
 
 ATTACK_RANGE = "0 to 1"

@@ -21,7 +21,7 @@ def loss_score(scores: AnswerScores, example: QAExample) -> float:
 
 def compute(context: EvalContext) -> dict[str, Any]:
     """See `membership.attack`."""
-    return attack(context, loss_score, "mia_loss")
+    return attack(context, loss_score)
 
 
 MIA_LOSS = register(

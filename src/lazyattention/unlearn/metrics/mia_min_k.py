@@ -30,7 +30,7 @@ def min_k_score(scores: AnswerScores, fraction: float) -> float:
 
 def compute(context: EvalContext) -> dict[str, Any]:
     """See `membership.attack_by_lowest`."""
-    return attack_by_lowest(context, min_k_score, "mia_min_k")
+    return attack_by_lowest(context, min_k_score)
 
 
 MIA_MIN_K = register(

@@ -29,7 +29,7 @@ def min_k_plus_plus_score(scores: AnswerScores, fraction: float) -> float:
 
 def compute(context: EvalContext) -> dict[str, Any]:
     """See `membership.attack_by_lowest`."""
-    return attack_by_lowest(context, min_k_plus_plus_score, "mia_min_k_plus_plus")
+    return attack_by_lowest(context, min_k_plus_plus_score)
 
 
 MIA_MIN_K_PLUS_PLUS = register(

@@ -22,7 +22,7 @@ def zlib_score(scores: AnswerScores, example: QAExample) -> float:
 
 def compute(context: EvalContext) -> dict[str, Any]:
     """See `membership.attack`."""
-    return attack(context, zlib_score, "mia_zlib")
+    return attack(context, zlib_score)
 
 
 MIA_ZLIB = register(
