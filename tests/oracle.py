@@ -81,13 +81,15 @@ class ChunkOracle:
         return logits[len(last) - 1 :]
 
     @torch.inference_mode()
-    def question_attention(self, layout: PromptLayout, *, encoding: str) -> torch.Tensor:
-        """Probabilities `[num_tokens_before_the_question]` that the last span gives each token, summed over all else."""
-        parts, start = self._context(layout, Mask(encoding))
+    def question_attention(self, layout: PromptLayout, *, mask: Mask) -> torch.Tensor:
+        """Probabilities `[num_positions_before_the_question]` that the last span gives each token, summed over all else."""
+        parts, start = self._context(layout, mask)
         output = self._call(layout.spans[-1].token_ids, start, parts, output_attentions=True)[0]
+        keys = torch.tensor([position for part in parts for position in part.positions])
         # Layers with a sliding window keep, and so return, the newest keys only.
-        columns = [torch.nn.functional.pad(a[0], (start + a.shape[2] - a.shape[3], 0)) for a in output.attentions]
-        return sum(a.sum(dim=(0, 1))[:start] for a in columns)
+        columns = [torch.nn.functional.pad(a[0], (len(keys) + a.shape[2] - a.shape[3], 0)) for a in output.attentions]
+        mass = sum(a.sum(dim=(0, 1))[: len(keys)] for a in columns)
+        return torch.zeros(start, dtype=mass.dtype).index_add_(0, keys, mass)
 
     @torch.inference_mode()
     def kv_deviation(self, layout: PromptLayout, *, encoding: str, layer_idx: int = 1) -> torch.Tensor:

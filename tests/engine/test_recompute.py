@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from fixtures.kernel_engine import kernel_engine
 from fixtures.tiny_engine import GREEDY, answer, drain, loaded_tiny, make_engine, prompt
 from fixtures.tiny_models import tiny_model
+from fixtures.tiny_tokenizer import tiny_tokenizer
+from lazyattention.config import ChunkOptions
 from lazyattention.engine import block_chooser
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import ConfigError, RequestError
 from lazyattention.reuse import PromptLayout, Span
 from lazyattention.reuse.recompute import RECOMPUTE_POLICIES, Recompute
-from oracle import TOLERANCE, ChunkOracle, LogitsRecorder, error_of
+from oracle import TOLERANCE, ChunkOracle, LogitsRecorder, Mask, error_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 
@@ -48,6 +50,7 @@ class Choices:
             choose(group, scores)
             self.num_choices += 1
             self.blocks[group.request_id] = group.chosen_blocks
+            self.plan = group.plan
             self.scores[group.request_id] = scores
 
         engine._admission.choose = choose_and_remember
@@ -181,7 +184,7 @@ def test_evidence_equals_the_models_own(model_type, variant):
     errors, _, choices = errors_of(engine, oracle, requests)
     layout = prompt(PROMPT)
     wanted = {
-        "attention": oracle.question_attention(layout, encoding="after_preamble"),
+        "attention": oracle.question_attention(layout, mask=Mask()),
         "deviation": oracle.kv_deviation(layout, encoding="after_preamble"),
     }
     for request_id, _, _, _ in requests:
@@ -208,7 +211,7 @@ def test_only_the_end_of_a_long_question_is_watched(monkeypatch):
         scores.append([number for row in choices.scores["only"] for number in row])
     assert scores[0] == pytest.approx(scores[1])
     assert scores[0] != pytest.approx(scores[2])
-    want = block_sums(small_oracle().question_attention(prompt(whole), encoding="after_preamble"), prompt(whole), 8)
+    want = block_sums(small_oracle().question_attention(prompt(whole), mask=Mask()), prompt(whole), 8)
     assert scores[0] == pytest.approx([number for row in want for number in row], rel=1e-4)
 
 
@@ -231,9 +234,7 @@ def test_the_gpus_path_gives_the_oracles_logits(compile):
             errors, _, choices = errors_of(engine, small_oracle(), requests)
             assert_small(errors)
         for method in SHARED_METHODS:
-            want = block_sums(
-                small_oracle().question_attention(prompt(PROMPT), encoding="after_preamble"), prompt(PROMPT), 8
-            )
+            want = block_sums(small_oracle().question_attention(prompt(PROMPT), mask=Mask()), prompt(PROMPT), 8)
             got = choices.scores[f"{method}/attention:0.3"]
             assert [x for row in got for x in row] == pytest.approx([x for row in want for x in row], rel=1e-3)
         prefer(engine, lambda span: (1, 3))
@@ -413,6 +414,39 @@ def test_a_model_of_one_layer_has_no_second_one():
     engine = make_engine(loaded_tiny(num_hidden_layers=1))
     with pytest.raises(RequestError, match="second layer"):
         engine.add_request("one", prompt("p3 d9 t3"), recompute="deviation:0.5")
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize("method", SHARED_METHODS)
+def test_hidden_tokens_and_sinks_are_never_chosen(method, recompute):
+    """Blocks are counted from the first visible token, by evidence too."""
+    options = ChunkOptions(num_hidden=3, sink="bos", separator="the log\n")
+    tokenizer = tiny_tokenizer()
+    separator = tuple(tokenizer("the log\n", add_special_tokens=False)["input_ids"])
+    mask = Mask(separator=separator, sink=(tokenizer.bos_token_id,), num_hidden=3)
+    engine = make_engine(block_size=4, chunk=options)
+    layout = prompt("p11 d9 d16 t4 d33 t5")
+    recorder, choices = LogitsRecorder(engine), Choices(engine)
+    for wave in ("cold", "warm"):
+        output = answer(engine, layout, request_id=wave, reuse_method=method, recompute=recompute)
+        # Hidden spans are entries of the plan, but not of the layout.
+        chosen = [
+            blocks
+            for blocks, planned in zip(choices.blocks[wave], choices.plan.spans, strict=True)
+            if not planned.is_hidden
+        ]
+        assert sum(map(len, chosen)) > 0
+        want = small_oracle().logits(
+            layout, output.outputs[0].token_ids[:-1], mask=mask, chosen_blocks=chosen, block_size=4
+        )
+        assert error_of(recorder.of(wave), want) < TOLERANCE
+        if recompute.startswith("attention"):
+            mass = small_oracle().question_attention(layout, mask=mask)
+            visible = [planned for planned in choices.plan.spans if planned.span.is_document and not planned.is_hidden]
+            want = [mass[p.start : p.start + p.num_tokens].split(4) for p in visible]
+            got = [row for row in choices.scores[wave] if row]
+            assert got == [pytest.approx([float(part.sum()) for part in parts], abs=1e-4) for parts in want]
+    engine.check_idle()
 
 
 # Together with everything else ---------------------------------------------------------------------------------------
