@@ -392,3 +392,13 @@ async def test_a_full_pool_does_not_say_what_others_hold(engine):
 def test_a_wrong_limit_of_pins_is_refused(value):
     with pytest.raises(ConfigError, match="max_pinned_bytes"):
         ScopeConfig(max_pinned_bytes=value)
+
+
+@pytest.mark.parametrize("line", ['is_operator = "false"', "is_operator = 1", 'keys = [" sk-1"]', 'keys = ["sk-1\\n"]'])
+def test_key_files_that_would_mean_something_else_are_refused(tmp_path, line):
+    keys = "" if line.startswith("keys") else 'keys = ["sk-0"]\n'
+    path = tmp_path / "keys.toml"
+    path.write_text(f"[scopes.a]\n{keys}{line}\n")
+    with pytest.raises(ConfigError, match="scope 'a'") as error:
+        scopes_from_file(path)
+    assert "sk-" not in str(error.value)

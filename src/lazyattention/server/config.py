@@ -47,6 +47,8 @@ class ScopeConfig:
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
             raise ConfigError(f"scope name {self.name!r} must be a non-empty printable string")
+        if not isinstance(self.is_operator, bool):
+            raise ConfigError(f"is_operator of scope {self.name!r} must be true or false, without quotes")
         for name in ("max_body_bytes", "max_documents", "max_concurrent_requests", "max_stored_bytes"):
             _check_positive_int(f"{name} of scope {self.name!r}", getattr(self, name))
         for name in ("max_requests_per_minute", "max_pinned_bytes"):
@@ -164,7 +166,10 @@ def _scope_from_table(name: str, table: object, path: Path) -> ScopeConfig:
     if not isinstance(table, dict):
         raise ConfigError(f"key file {path}: scopes.{name} must be a table")
     options: dict[str, Any] = dict(table)
-    digests = [key_digest(key) for key in _string_list(name, "keys", options.pop("keys", []))]
+    keys = _string_list(name, "keys", options.pop("keys", []))
+    if any(key != key.strip() for key in keys):
+        raise ConfigError(f"key file {path}: a key of scope {name!r} begins or ends with white space; remove it")
+    digests = [key_digest(key) for key in keys]
     for text in _string_list(name, "key_sha256", options.pop("key_sha256", [])):
         try:
             digests.append(bytes.fromhex(text))
