@@ -269,3 +269,10 @@ async def test_any_header_of_a_named_origin_passes(engine):
     async with client_of(FakeEngine(), cors_origins=("https://app.example",)) as client:
         assert (await client.options(CHAT, headers=headers)).status_code == 200
         assert (await client.options(CHAT, headers=headers | {"origin": "https://evil.example"})).status_code == 400
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, DOCUMENTS])
+async def test_nobody_is_redirected(client, path):
+    response = await client.post(f"{path}/", json=chat_body(), headers={"host": "evil.example"})
+    assert response.status_code in (404, 405)
+    assert "location" not in response.headers

@@ -14,11 +14,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.conftest import bearer, chat_body, client_of, two_scopes
 
-from lazyattention.errors import CapacityError
+from lazyattention.errors import CapacityError, ConfigError
 from lazyattention.server.app import create_app
 from lazyattention.server.config import ServerConfig
 from lazyattention.server.logs import JsonFormatter, configure_server_logging
-from lazyattention.server.tracing import Tracer
+from lazyattention.server.tracing import Tracer, tracer_to
 
 CHAT = "/v1/chat/completions"
 
@@ -202,3 +202,9 @@ async def test_traces_hold_the_request_and_its_phases(engine):
     assert [span.name for span in children] == ["wait", "prefill", "decode"]
     assert all(roots[0].start_time <= span.start_time <= span.end_time <= roots[0].end_time for span in children)
     assert "no room" in roots[1].status.description
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "localhost:4318", "grpc://localhost:4317", "http://"])
+def test_addresses_that_are_none_are_refused(endpoint):
+    with pytest.raises(ConfigError, match="OTLP"):
+        tracer_to(endpoint)

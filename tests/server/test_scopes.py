@@ -402,3 +402,10 @@ def test_key_files_that_would_mean_something_else_are_refused(tmp_path, line):
     with pytest.raises(ConfigError, match="scope 'a'") as error:
         scopes_from_file(path)
     assert "sk-" not in str(error.value)
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://app.example/page", "null", ""])
+def test_origins_that_no_browser_sends_are_refused(origin):
+    with pytest.raises(ConfigError, match="cors origin"):
+        ServerConfig(cors_origins=(origin,))
+    ServerConfig(cors_origins=("https://app.example", "http://localhost:3000", "*"))

@@ -74,7 +74,15 @@ def create_app(engine: "AsyncEngine", config: ServerConfig | None = None, *, tra
         yield
         context.close()
 
-    app = FastAPI(title="lazyattention", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="lazyattention",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        # A redirect would go where the Host header points, in plain HTTP behind a proxy, and take the key along.
+        redirect_slashes=False,
+    )
     app.state.context = context
     _add_error_handlers(app)
     _add_generation_routes(app)

@@ -3,6 +3,7 @@
 
 import hashlib
 import ipaddress
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -102,6 +103,9 @@ class ServerConfig:
         for name in ("max_deadline_s", "header_timeout_s", "body_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be a positive number of seconds")
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(f"cors origin {origin!r} must be of the form https://host or https://host:port, or *")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ConfigError("tls_cert_file and tls_key_file go together; give both or none")
         for scope in self.scopes.values():

@@ -3,9 +3,10 @@
 
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from lazyattention.engine.outputs import RequestOutput
-from lazyattention.errors import LazyAttentionError, UnsupportedError
+from lazyattention.errors import ConfigError, LazyAttentionError, UnsupportedError
 
 if TYPE_CHECKING:
     from lazyattention.server.generation import Job
@@ -68,8 +69,12 @@ def tracer_to(endpoint: str) -> Tracer:
     """A tracer that exports to an OTLP/HTTP collector, such as http://localhost:4318/v1/traces.
 
     Raises:
+        ConfigError: The address is none.
         UnsupportedError: OpenTelemetry's SDK or its OTLP exporter is not installed.
     """
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"the OTLP endpoint {endpoint!r} must be an address such as http://localhost:4318/v1/traces")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
