@@ -2,6 +2,7 @@
 """What goes first: little used, cheap to recompute, large; and old entries age."""
 
 import random
+import weakref
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +48,22 @@ def test_discarded_entry_is_not_popped():
     queue.discard("never there")
     assert ("a" in queue, "b" in queue, len(queue), queue.num_blocks) == (False, True, 1, 1)
     assert [queue.pop(), queue.pop()] == ["b", None]
+
+
+def test_what_is_discarded_is_not_kept_alive():
+    """A deleted document's tokens stayed with its chunk in the heap, below entries that were evicted later."""
+
+    class Entry:
+        pass
+
+    queue, entry = EvictionQueue(), Entry()
+    alive = weakref.ref(entry)
+    add(queue, "first", cost=0.1)
+    add(queue, entry)
+    queue.discard(entry)
+    del entry
+    assert alive() is None
+    assert [queue.pop(), queue.pop()] == ["first", None]
 
 
 def test_memory_is_bounded_while_nothing_is_evicted():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's GPU paths, run on the CPU: kept plans, recorded small steps and compiled layers change no answer."""
 
+import contextlib
+import gc
 import random
 
 import pytest
@@ -8,9 +10,11 @@ import torch
 
 from fixtures.kernel_engine import RunAgain, kernel_engine
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, answer, drain, loaded_tiny, make_engine, prompt
+from lazyattention.cache.chunk import Chunk
 from lazyattention.engine import cuda_graphs, model_runner
+from lazyattention.engine.request import SpanState
 from lazyattention.engine.sampling_params import SamplingParams
-from lazyattention.errors import ConfigError
+from lazyattention.errors import ConfigError, NotFoundError
 from lazyattention.ops import attention, static_plan
 from oracle import LogitsRecorder, error_of
 
@@ -179,6 +183,47 @@ def test_start_up_records_every_size_and_running_none():
         run_all(engine, "rotate_query", [prompt("p20 d40 d30 t30"), prompt("p20 d30 d40 t20")])
         assert graphs.num_replays > PARAMS.max_tokens
         assert capture.num_captures == num_graphs
+
+
+@pytest.mark.parametrize(
+    ("method", "is_running"),
+    [
+        ("rotate_query", False),
+        ("rotate_query", True),
+        ("copy_rotate", False),
+        ("prefix", True),
+        ("full_recompute", False),
+    ],
+)
+def test_nothing_of_a_deleted_document_stays(method, is_running):
+    """Chunks and spans, tokens and all, stayed in the step planner until many others had come, and in graphs' inputs."""
+    other = prompt("p11 d90 t20")
+    want = run_all(make_engine(), method, [other])["r0"]
+    document = prompt("p11 d30 t30").spans[1].token_ids
+
+    def holders():
+        gc.collect()
+        kept = (x for x in gc.get_objects() if type(x) in (Chunk, SpanState))
+        return [x for x in kept if tuple(x.token_ids) == document]
+
+    with kernel_engine(cuda_graphs=True) as engine:
+        recorder = LogitsRecorder(engine)
+        reader_params = SamplingParams(max_tokens=9 if is_running else 2, ignore_eos=True)
+        engine.add_request("reader", prompt("p11 d30 t30"), reader_params, reuse_method=method)
+        engine.add_request("others", other, PARAMS, reuse_method=method)
+        for _ in range(3):
+            engine.step()
+        assert holders()
+        # Where nothing is stored, nothing is found to delete, but forgotten all the same.
+        with contextlib.suppress(NotFoundError):
+            engine.documents.delete("d30")
+        if not is_running:
+            assert holders() == []
+            assert not any(graph.inputs.any() for graph in engine.model_runner.graphs._graphs.values())
+        drain(engine)
+        assert holders() == []
+        assert error_of(recorder.of("others"), want) < 1e-5
+        engine.check_idle()
 
 
 def test_a_graph_grows_for_a_request_with_many_documents():

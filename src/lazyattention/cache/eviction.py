@@ -30,8 +30,10 @@ class EvictionQueue:
 
     def __init__(self) -> None:
         self._clock = 0.0
-        self._heap: list[tuple[float, int, Hashable]] = []
-        self._current: dict[Hashable, tuple[float, int]] = {}  # entry -> (priority, ticket) that is valid
+        # Tickets stand for entries, so that nothing that was discarded, and may have been deleted, is kept alive.
+        self._heap: list[tuple[float, int]] = []  # (priority, ticket)
+        self._entries: dict[int, Hashable] = {}  # by ticket, valid ones only
+        self._current: dict[Hashable, tuple[float, int]] = {}  # entry -> (priority, ticket)
         self._tickets = itertools.count()
         self.num_blocks = 0
         self._sizes: dict[Hashable, int] = {}
@@ -42,23 +44,27 @@ class EvictionQueue:
         priority = self._clock + num_uses * cost / max(1, num_blocks)
         ticket = next(self._tickets)
         self._current[entry] = (priority, ticket)
+        self._entries[ticket] = entry
         self._sizes[entry] = num_blocks
         self.num_blocks += num_blocks
-        heapq.heappush(self._heap, (priority, ticket, entry))
+        heapq.heappush(self._heap, (priority, ticket))
         if len(self._heap) > 2 * len(self._current) + _MIN_COMPACTED:
-            self._heap = [(priority, ticket, entry) for entry, (priority, ticket) in self._current.items()]
+            self._heap = list(self._current.values())
             heapq.heapify(self._heap)
 
     def discard(self, entry: Hashable) -> None:
         """Make `entry` not evictable; fine if it was not."""
-        if self._current.pop(entry, None) is not None:
+        valid = self._current.pop(entry, None)
+        if valid is not None:
+            del self._entries[valid[1]]
             self.num_blocks -= self._sizes.pop(entry)
 
     def pop(self) -> Hashable | None:
         """Remove and return the entry to evict, or None when nothing may go."""
         while self._heap:
-            priority, ticket, entry = heapq.heappop(self._heap)
-            if self._current.get(entry) == (priority, ticket):
+            priority, ticket = heapq.heappop(self._heap)
+            if ticket in self._entries:
+                entry = self._entries[ticket]
                 self.discard(entry)
                 self._clock = priority
                 return entry

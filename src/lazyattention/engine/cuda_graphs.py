@@ -160,6 +160,11 @@ class GraphRunner:
         self.num_replays += 1
         return graph.logits[: len(sample_rows)]
 
+    def clear_inputs(self) -> None:
+        """Overwrite the tokens of the last steps."""
+        for graph in self._graphs.values():
+            graph.inputs.zero_()
+
     def _kind_of(self, arrays: PlanArrays, num_tokens: int) -> _Kind | None:
         has_unturned = not bool(arrays.range_turned[arrays.group_ranges].all())
         has_prefill = not has_unturned and int(arrays.group_sizes.max(initial=0)) >= self._prefill_min_tokens

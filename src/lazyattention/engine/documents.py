@@ -144,9 +144,9 @@ class DocumentManager:
         holders = [group for group in self._live_requests() if group.uses(document_id, scope)]
         uploaded = self._texts.pop((scope, document_id), None)
         chunks, num_freed = self._cache.delete_document(scope, document_id)
+        self._on_delete()  # what is stored nowhere may still have been read
         if uploaded is None and not chunks and not num_freed and not holders:
             raise NotFoundError(f"document {document_id!r} is not stored")
-        self._on_delete()
         for group in holders:
             group.forget_at_end.add((scope, document_id))
             for sequence in group.sequences:

@@ -114,7 +114,7 @@ class Engine:
             documents_place=self.config.documents_place,
             chat_template=self.config.chat_template,
         )
-        self.documents = DocumentManager(self.cache, identity, self._groups.values, self.prompts.forget_documents)
+        self.documents = DocumentManager(self.cache, identity, self._groups.values, self._forget_deleted)
         self.stats = EngineStats()
         self._checksums = ChecksumGuard(kv_pool) if envs.DEBUG_CHECKSUMS else None
         self._ended: list[RequestGroup] = []
@@ -360,7 +360,14 @@ class Engine:
         del self._groups[group.request_id]
         for scope, document_id in group.forget_at_end:
             self.cache.delete_document(scope, document_id)
+        if group.forget_at_end:
+            self._forget_deleted()
         self._ended.append(group)
+
+    def _forget_deleted(self) -> None:
+        """A document was deleted: let nobody keep its tokens for later."""
+        self.prompts.forget_documents()
+        self.model_runner.forget()
 
     def _collect(self, changed: list[RequestGroup]) -> list[RequestOutput]:
         ended, self._ended = self._ended, []

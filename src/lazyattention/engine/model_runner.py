@@ -140,6 +140,14 @@ class ModelRunner:
         input_ids = torch.tensor(token_ids, device=self.device)
         self._call_model(input_ids, metadata, input_ids.new_zeros(1), None)
 
+    @torch.inference_mode()
+    def forget(self) -> None:
+        """Between steps: keep no tokens but those of running sequences."""
+        if self._planner is not None:
+            self._planner.forget()
+        if self.graphs is not None:
+            self.graphs.clear_inputs()
+
     def close(self) -> None:
         """Let go of graphs and KV memory, and leave the model as it was."""
         self.graphs = None

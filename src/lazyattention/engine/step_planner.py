@@ -148,7 +148,7 @@ class StepPlanner:
             query_lens=query_lens,
         )
         if len(self._ranges) > self._num_after_sweep + _SWEEP_AFTER:
-            self._sweep()
+            self.forget()
         return batch
 
     # Pieces ----------------------------------------------------------------------------------------------------------
@@ -271,8 +271,8 @@ class StepPlanner:
             known.num_blocks = len(block_ids)
         known.num_tokens = num_tokens
 
-    def _sweep(self) -> None:
-        """Drop what no running sequence decodes over; whatever is needed after all comes back with its next piece."""
+    def forget(self) -> None:
+        """Between steps: drop what no running sequence decodes over; what is needed after all comes back by itself."""
         self._decoding = {
             key: entry
             for key, entry in self._decoding.items()
