@@ -181,7 +181,7 @@ def test_start_up_records_every_size_and_running_none():
         num_graphs = len(graphs.sizes) + len(graphs.prefill_sizes)
         assert capture.num_captures == graphs.num_graphs == num_graphs
         run_all(engine, "rotate_query", [prompt("p20 d40 d30 t30"), prompt("p20 d30 d40 t20")])
-        assert graphs.num_replays > PARAMS.max_tokens
+        assert graphs.num_replays >= PARAMS.max_tokens
         assert capture.num_captures == num_graphs
 
 
