@@ -340,3 +340,66 @@ async def test_errors_of_grammars_are_one_line(client):
     response = await client.post("/v1/chat/completions", json=chat_body(response_format=schema))
     assert response.status_code == 400
     assert "\n" not in response.json()["error"]["message"]
+
+
+def tool(parameters, name="tree", **more):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"name": {"enum": ["a", "b"]}, "below": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def call_of(arguments):
+    return f'<tool_call>\n{{"name": "tree", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_schemas_with_definitions_of_their_own_are_followed():
+    tools = [tool(TREE, strict=True), WEATHER]
+    assert allows(tools, call_of('{"name": "a", "below": [{"name": "b", "below": []}]}'), parallel=True)
+    assert not allows(tools, call_of('{"name": "a", "below": [{"name": "c"}]}'), parallel=True)
+    assert not allows(tools, call_of('{"name": "a", "more": 1}'), parallel=True)
+
+
+def test_nested_models_of_pydantic_are_followed():
+    class Place(BaseModel):
+        city: str
+
+    class Trip(BaseModel):
+        start: Place
+        end: Place
+
+    tools = [openai.pydantic_function_tool(Trip, name="tree")]
+    assert allows(tools, call_of('{"start": {"city": "Oslo"}, "end": {"city": "Rome"}}'), parallel=True)
+    assert not allows(tools, call_of('{"start": {"city": "Oslo"}, "end": {"town": "Rome"}}'), parallel=True)
+
+
+def test_arguments_are_an_object_whatever_their_schema_leaves_open():
+    for parameters in ({"properties": {"a": {"type": "integer"}}}, {}, {"description": "anything"}):
+        assert allows([tool(parameters, strict=True)], call_of('{"a": 1}'), parallel=True)
+        assert not allows([tool(parameters, strict=True)], call_of('"a"'), parallel=True)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ([tool({"type": "string"})], "type object"),
+        ([tool({"type": "object"}), tool({"type": "object"})], "more than once"),
+        ([tool({"x-guidance": {"lenient": True}}, strict=True)], "x-guidance"),
+    ],
+    ids=["no object", "twice", "x-guidance"],
+)
+async def test_tools_that_cannot_be_meant_are_refused(client, tools, said):
+    response = await client.post("/v1/chat/completions", json=chat_body(tools=tools))
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]

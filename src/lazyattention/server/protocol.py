@@ -4,6 +4,7 @@
 A field that is not here is refused by name; so is an OpenAI field that cannot be served, unless it is null.
 """
 
+from collections import Counter
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
@@ -191,6 +192,12 @@ class FunctionBody(Body):
     parameters: dict[str, JsonValue] | None = Field(None, description="JSON schema of the arguments.")
     strict: bool | None = Field(None, description="Calls follow the schema in any case, not only forced ones.")
 
+    @model_validator(mode="after")
+    def _check_parameters(self) -> "FunctionBody":
+        if self.parameters and self.parameters.get("type", "object") != "object":
+            raise ValueError("'parameters' must be a schema of type object: arguments have names")
+        return self
+
 
 class ToolBody(Body):
     """A tool; functions only."""
@@ -334,6 +341,9 @@ class ChatBody(GenerationBody):
             raise ValueError("'top_logprobs' needs 'logprobs': true")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("'tool_choice' needs 'tools'")
+        names = Counter(tool.function.name for tool in self.tools or ())
+        if any(count > 1 for count in names.values()):
+            raise ValueError(f"'tools' has the function {names.most_common(1)[0][0]!r} more than once")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("give 'max_completion_tokens' or 'max_tokens', not both")
         if isinstance(self.tool_choice, NamedToolChoice):

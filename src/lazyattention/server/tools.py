@@ -59,16 +59,15 @@ def tool_grammar(
     rules = []
     for number, tool in enumerate(tools):
         is_strict = bool(tool.function.strict) or not is_free
-        schema = {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": (tool.function.parameters if is_strict else None) or _ANY_OBJECT,
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        rules.append(f"call_{number}: {GrammarCompiler.json_rule(schema)}")
+        schema = (tool.function.parameters if is_strict else None) or _ANY_OBJECT
+        if "$ref" not in schema:
+            schema = _ANY_OBJECT | schema
+        head = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
+        # A rule of its own, so that "$ref" finds the schema's own "$defs".
+        rules += [
+            f'call_{number}: {head} arguments_{number} "}}"',
+            f"arguments_{number}: {GrammarCompiler.json_rule(schema)}",
+        ]
     body = f'"\\n" ({" | ".join(f"call_{number}" for number in range(len(tools)))}) "\\n{END}"'
     if is_free and answer is not None:
         start = 'start: call ("\\n" call)* | answer' if parallel else "start: call | answer"
