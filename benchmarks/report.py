@@ -76,10 +76,56 @@ def engine_section(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def serving_section(reports: list[dict[str, Any]]) -> str:
+    """Describe `bench_serving.py --combos standard`: one table per model, what was gained and what was not."""
+    lines = [
+        "## Serving on a GPU",
+        "",
+        "`bench_serving.py --combos standard`: all reuse methods on the same requests in the same engine with the same KV "
+        "memory. Budget: share of the documents in use that fits. Load: closed loop, or Poisson arrivals at this share of "
+        "what `rotate_query` serves in the closed loop. Warm phase; one run each, so that a few per cent mean nothing. "
+        "After each method: its median TTFT over that of `rotate_query`, and the requests/s of `rotate_query` over its own; "
+        "below 1 `rotate_query` is the slower one.",
+    ]
+    for report in reports:
+        environment = report["environment"]
+        others = [method for method in report["runs"][0]["methods"] if method != "rotate_query"]
+        lines += [
+            "",
+            f"**{report['model']}**, {environment['gpu'][0] if environment.get('gpu') else environment['processor']}, "
+            f"torch {environment['versions']['torch']}, commit {report['commit']}; {len(report['left_out'])} combinations "
+            "left out for lack of time.",
+            "",
+            "| alpha | documents | length | budget | load | TTFT p50, p95 ms | requests/s | tokens found | "
+            + " | ".join(f"`{method}`" for method in others)
+            + " |",
+            "|" + "---|" * (8 + len(others)),
+        ]
+        for run in report["runs"]:
+            s, warm = run["settings"], {method: phases["warm"] for method, phases in run["methods"].items()}
+            ours = warm["rotate_query"]
+            gains = [
+                f"{warm[method]['ttft_p50_ms'] / ours['ttft_p50_ms']:.2f} x, "
+                f"{ours['requests_per_s'] / warm[method]['requests_per_s']:.2f} x"
+                if method in warm
+                else "-"
+                for method in others
+            ]
+            lines.append(
+                f"| {s['alpha']} | {s['documents_per_request']} | {s['document_len']} | {s['budget']} "
+                f"| {s['load'] or 'closed'} | {ours['ttft_p50_ms']:.0f}, {ours['ttft_p95_ms']:.0f} "
+                f"| {ours['requests_per_s']:.1f} | {ours['hit_rate']:.0%} | {' | '.join(gains)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def build_page() -> str:
     """Return the page's text."""
     sections = [INTRODUCTION, cpu_section(json.loads((RESULTS / "cpu.json").read_text()))]
     sections.append(engine_section(json.loads((RESULTS / "engine_h200.json").read_text())))
+    serving = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("serving_*.json"))]
+    if serving:
+        sections.append(serving_section(serving))
     return "\n".join(sections)
 
 
