@@ -34,6 +34,8 @@ class Mask:
         sink: Tokens that each document is computed behind, and nobody else sees.
         num_hidden: First tokens of each document that nobody else sees.
         is_parallel: Neighbouring documents start at the same position.
+        temperature: What text's scores on documents are divided by.
+        bias: What is added to them.
     """
 
     encoding: str = "after_preamble"
@@ -41,6 +43,8 @@ class Mask:
     sink: tuple[int, ...] = ()
     num_hidden: int = 0
     is_parallel: bool = False
+    temperature: float = 1.0
+    bias: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Part:
 
     layers: list[LayerKV]
     positions: range
+    bias: float = 0.0
 
 
 class ChunkOracle:
@@ -137,9 +142,13 @@ class ChunkOracle:
                     here = range(begin, min(begin + size, len(token_ids)))
                     seen = slice(len(before) + begin, len(before) + here.stop)
                     own = [(k[:, :, seen], v[:, :, seen]) for k, v in layers]
+                    # Keys that are smaller by a factor make scores smaller by it.
+                    own = [(k / mask.temperature, v) for k, v in own]
+                    bias = mask.bias
                     if block in chosen:
                         _, own = self._run(token_ids[begin : here.stop], start + begin, parts)
-                    parts.append(Part(own, range(start + begin, start + here.stop)))
+                        bias = 0.0
+                    parts.append(Part(own, range(start + begin, start + here.stop), bias))
             behind = max(behind, start + len(token_ids))
         return parts, behind
 
@@ -159,8 +168,9 @@ class ChunkOracle:
         positions = torch.arange(start, start + len(token_ids))
         keys = [position for part in parts for position in part.positions]
         # Transformers' own mask counts keys, which is as good as positions only where none is missing.
-        if keys and keys != list(range(start - len(keys), start)):
-            more["attention_mask"] = self._mask(positions, torch.tensor(keys))
+        biases = [part.bias for part in parts for _ in part.positions]
+        if keys and (any(biases) or keys != list(range(start - len(keys), start))):
+            more["attention_mask"] = self._mask(positions, torch.tensor(keys), torch.tensor(biases))
         output = self._model(
             input_ids=torch.tensor([list(token_ids)]),
             position_ids=positions[None],
@@ -170,17 +180,17 @@ class ChunkOracle:
         )
         return output, cache
 
-    def _mask(self, positions: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _mask(
+        self, positions: torch.Tensor, earlier: torch.Tensor, biases: torch.Tensor
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Additive masks `[1, 1, num_tokens, num_keys]` by where everything stands, as the model's layers want them."""
         distance = positions[:, None] - torch.cat((earlier, positions))[None]
         window = getattr(self._model.config, "sliding_window", None)
         full = distance >= 0
         kinds = {"full_attention": full, "sliding_attention": full if window is None else full & (distance < window)}
+        added = torch.cat((biases.to(self._model.dtype), torch.zeros(len(positions), dtype=self._model.dtype)))
         lowest = torch.finfo(self._model.dtype).min
-        masks = {
-            name: torch.zeros(seen.shape, dtype=self._model.dtype).masked_fill(~seen, lowest)[None, None]
-            for name, seen in kinds.items()
-        }
+        masks = {name: added.expand(seen.shape).masked_fill(~seen, lowest)[None, None] for name, seen in kinds.items()}
         layer_types = set(getattr(self._model.config, "layer_types", None) or ())
         if len(layer_types) > 1:
             return masks

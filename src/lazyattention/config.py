@@ -3,6 +3,7 @@
 
 import difflib
 from dataclasses import dataclass, field, fields, replace
+from math import isfinite
 from typing import Any
 
 from lazyattention.errors import ConfigError
@@ -96,6 +97,9 @@ class ChunkOptions:
         num_hidden: First tokens of each chunk that only the chunk itself sees; at least one token stays visible.
         sink: Tokens encoded in front of each chunk, which only the chunk itself sees and which are no part of the
             prompt: "bos", a text, or "" for none.
+        chunk_temperature: What text's attention scores on chunks are divided by, before any cap of the model's.
+        chunk_bias: What is added to these scores afterwards.
+        calibrated: Take both from `lazyattention quality --calibrate`, for this model and the other options.
     """
 
     encoding: str = field(default="after_preamble", metadata=_doc("What a chunk sees when encoded.", choices=ENCODINGS))
@@ -104,6 +108,13 @@ class ChunkOptions:
     num_hidden: int = field(default=0, metadata=_doc("First tokens of each chunk that only the chunk itself sees."))
     sink: str = field(
         default="", metadata=_doc('What only the chunk behind it sees, outside the prompt: "bos" or a text.')
+    )
+    chunk_temperature: float = field(
+        default=1.0, metadata=_doc("What text's attention scores on chunks are divided by.")
+    )
+    chunk_bias: float = field(default=0.0, metadata=_doc("What is added to text's attention scores on chunks."))
+    calibrated: bool = field(
+        default=False, metadata=_doc("Take both from `lazyattention quality --calibrate`, made for this model.")
     )
 
     def __post_init__(self) -> None:
@@ -114,6 +125,20 @@ class ChunkOptions:
                 raise ConfigError(f"{name} must be a text, got {getattr(self, name)!r}")
         if isinstance(self.num_hidden, bool) or not isinstance(self.num_hidden, int) or self.num_hidden < 0:
             raise ConfigError(f"num_hidden must be a whole number of at least 0, got {self.num_hidden!r}")
+        _check_positive(self, "chunk_temperature")
+        if (
+            isinstance(self.chunk_bias, bool)
+            or not isinstance(self.chunk_bias, int | float)
+            or not isfinite(self.chunk_bias)
+        ):
+            raise ConfigError(f"chunk_bias must be a finite number, got {self.chunk_bias!r}")
+        if self.calibrated and self.scales_scores:
+            raise ConfigError("calibrated brings its own chunk_temperature and chunk_bias; leave them out")
+
+    @property
+    def scales_scores(self) -> bool:
+        """True if text's attention scores on chunks are other than the model's."""
+        return self.chunk_temperature != 1 or self.chunk_bias != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -328,6 +328,8 @@ def test_the_isolated_encoding_is_trained_as_such(tmp_path, monkeypatch):
         ({"full_share": 1.5}, "full_share"),
         ({"max_minutes": 0}, "max_minutes"),
         ({"rank": -1}, "rank"),
+        ({"chunk": ChunkOptions(chunk_bias=1.0)}, "chunk_temperature, chunk_bias"),
+        ({"chunk": ChunkOptions(calibrated=True)}, "calibrated"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -2,18 +2,22 @@
 """Every chunk option, alone and with others, gives the oracle's logits, by every chunk method; nothing leaks."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fixtures.kernel_engine import kernel_engine
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, GREEDY, answer, drain, loaded_tiny, make_engine, prompt
 from fixtures.tiny_models import tiny_model
 from fixtures.tiny_tokenizer import tiny_tokenizer
 from lazyattention.config import ChunkOptions
 from lazyattention.engine.llm import LLM
+from lazyattention.engine.request import RequestStatus
+from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.errors import ConfigError, RequestError
-from lazyattention.reuse import PromptLayout
+from lazyattention.reuse import PromptLayout, Span
 from oracle import TOLERANCE, ChunkOracle, LogitsRecorder, Mask, error_of
 
 # Its new name does not exist in the oldest transformers supported.
@@ -27,11 +31,14 @@ ALONE = [
     ChunkOptions(num_hidden=4),
     ChunkOptions(sink="bos"),
     ChunkOptions(sink=TEXT),
+    ChunkOptions(chunk_temperature=0.7),
+    ChunkOptions(chunk_bias=-1.5),
 ]
 TOGETHER = [
     ChunkOptions(encoding="isolated", sink=TEXT),
     ChunkOptions(encoding="isolated", num_hidden=3, positions="parallel"),
     ChunkOptions(separator=TEXT, positions="parallel", num_hidden=9, sink="bos"),
+    ChunkOptions(positions="parallel", num_hidden=2, sink="bos", chunk_temperature=1.3, chunk_bias=0.8),
 ]
 # Partial, interleaved and no RoPE; windows; soft caps; sinks of the model's own; two tables.
 FAMILIES = [
@@ -56,6 +63,8 @@ def mask_of(options):
         sink=sink,
         num_hidden=options.num_hidden,
         is_parallel=options.positions == "parallel",
+        temperature=options.chunk_temperature,
+        bias=options.chunk_bias,
     )
 
 
@@ -93,24 +102,28 @@ def assert_small(errors):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [2048, 13])
-@pytest.mark.parametrize("options", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize(
+    ("options", "max_num_batched_tokens"),
+    [*((options, 2048) for options in (*ALONE, *TOGETHER)), *((options, 13) for options in TOGETHER)],
+)
 def test_each_method_gives_the_oracles_logits(options, max_num_batched_tokens):
     engine = make_engine(num_blocks=2000, max_num_batched_tokens=max_num_batched_tokens)
-    some = PROMPTS if max_num_batched_tokens == 2048 else PROMPTS[:2]
+    some = PROMPTS[1:] if max_num_batched_tokens == 2048 else PROMPTS[:1]
     assert_small(errors_of(engine, oracle_of(num_hidden_layers=2), some, [options]))
     assert engine._checksums.num_checks > 0
 
 
 def test_requests_with_different_options_share_a_batch_and_a_store():
     engine = make_engine(num_blocks=4000)
-    assert_small(errors_of(engine, oracle_of(num_hidden_layers=2), PROMPTS[:2], [ChunkOptions(), *ALONE, *TOGETHER]))
+    methods = ("rotate_query", "copy_rotate")
+    many = [ChunkOptions(), *ALONE, *TOGETHER]
+    assert_small(errors_of(engine, oracle_of(num_hidden_layers=2), PROMPTS[:1], many, methods=methods))
 
 
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
 def test_families_give_the_oracles_logits(model_type, variant):
     engine = make_engine(loaded_tiny(model_type, variant), num_blocks=1000, max_num_batched_tokens=50)
-    errors = errors_of(engine, oracle_of(model_type, variant), PROMPTS[1:2], [TOGETHER[2]], waves=1)
+    errors = errors_of(engine, oracle_of(model_type, variant), PROMPTS[1:2], [TOGETHER[2], TOGETHER[3]], waves=1)
     assert_small(errors)
 
 
@@ -132,6 +145,8 @@ def test_a_tight_pool_gives_the_oracles_logits():
         positions=st.sampled_from(["contiguous", "parallel"]),
         num_hidden=st.sampled_from([0, 1, 5, 40]),
         sink=st.sampled_from(["", "bos", TEXT]),
+        chunk_temperature=st.sampled_from([1.0, 0.6, 2.5]),
+        chunk_bias=st.sampled_from([0.0, -2.0, 1.0]),
     ),
     words=st.sampled_from(PROMPTS),
     budget=st.integers(1, 40),
@@ -212,41 +227,53 @@ def test_deleting_while_hidden_tokens_are_encoded():
     engine.check_idle()
 
 
-def test_a_request_goes_on_with_a_chunk_whose_owner_left():
-    """Who joins a chunk in flight does not hold its head, but must see to it when the one that does is gone."""
-    engine = make_small(max_num_batched_tokens=4)
-    options = ChunkOptions(num_hidden=8, sink=TEXT)
+def joined(num_hidden):
+    """An engine in which request b waits for a chunk that a, who holds its head too, is encoding."""
+    engine = make_small(max_num_batched_tokens=8)
     for name in ("a", "b"):
-        engine.add_request(name, prompt("p11 d33 t5"), GREEDY, chunk_options=options)
-    while not any(chunk.num_computed and not chunk.is_ready for chunk in engine.cache.chunks):
-        engine.step()
+        engine.add_request(name, prompt("p11 d33 t5"), GREEDY, chunk_options=ChunkOptions(num_hidden=num_hidden))
+    engine.step()
+    engine.step()
+    second = engine._groups["b"].sequences[0]
+    engine.scheduler.waiting.remove(second)
+    assert engine._admission.admit(second)
+    second.status = RequestStatus.RUNNING
+    engine.scheduler.running.append(second)
+    assert [span.chunk is None for span in second.spans] == [False, True, False, True]
+    assert not any(chunk.is_ready for chunk in engine.cache.chunks if chunk.num_tokens != 11)
+    return engine
+
+
+def test_a_request_goes_on_with_a_chunk_whose_owner_left():
+    engine = joined(num_hidden=20)
     engine.abort("a")
     assert drain(engine)["b"].error is None
     engine.check_idle()
 
 
 def test_a_failing_head_ends_those_who_wait_for_it(monkeypatch):
-    engine = make_small(max_num_batched_tokens=16)
-    options = ChunkOptions(num_hidden=8)
-    for name in ("a", "b"):
-        engine.add_request(name, prompt("p11 d33 t5"), GREEDY, chunk_options=options)
-    engine.step()
+    engine = joined(num_hidden=20)
     monkeypatch.setattr(engine.model_runner, "run", lambda batch: (_ for _ in ()).throw(RuntimeError("broken")))
-    outputs = drain(engine, max_steps=10)
-    assert all(output.error is not None for output in outputs.values())
+    outputs = drain(engine, max_steps=2)
+    assert [output.error is not None for output in outputs.values()] == [True, True]
     engine.check_idle()
 
 
-def test_text_behind_documents_is_stored_per_placement():
-    """The same chunks and the same question at other positions are other KV."""
+def test_text_behind_documents_is_stored_per_placement_and_scaling():
+    """The same chunks and the same text at other positions, or seen otherwise, are other KV."""
+    engine = make_engine(block_size=4)
+    words, oracle = "p11 d9 d16 t6 d9 t9", oracle_of(num_hidden_layers=2)
+    for options in (ChunkOptions(), ChunkOptions(positions="parallel"), *ALONE[-2:]):
+        assert_small(errors_of(engine, oracle, [words], [options], methods=("rotate_query",)))
+    assert answer(engine, prompt(words), chunk_options=ChunkOptions(positions="parallel")).num_reused_tokens > 45
+
+
+def test_text_behind_hidden_tokens_is_found_again():
     engine = make_small(block_size=4)
-    layout = prompt("p11 d9 d16 t6 d9 t9")
-    errors = errors_of(engine, oracle_of(num_hidden_layers=1), ["p11 d9 d16 t6 d9 t9"], [ChunkOptions()])
-    errors |= errors_of(
-        engine, oracle_of(num_hidden_layers=1), ["p11 d9 d16 t6 d9 t9"], [ChunkOptions(positions="parallel")]
-    )
-    assert_small(errors)
-    assert answer(engine, layout, chunk_options=ChunkOptions(positions="parallel")).num_reused_tokens > 45
+    layout, options = prompt("p11 d9 d16 t6 d9 t9"), ChunkOptions(num_hidden=3, sink=TEXT)
+    answer(engine, layout, chunk_options=options)
+    # All but the question's last block.
+    assert answer(engine, layout, chunk_options=options).num_reused_tokens == layout.num_tokens - 1
 
 
 def test_positions_count_against_max_model_len_not_tokens():
@@ -287,12 +314,50 @@ def test_recomputed_blocks_go_with_hidden_tokens_and_sinks_and_not_with_parallel
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("method", CHUNK_METHODS)
+def test_the_gpus_path_gives_the_oracles_logits(method):
+    """Steps with temperature or bias leave the kernels' way and come back to it: ranges have grown meanwhile."""
+    many = [ChunkOptions(), ChunkOptions(chunk_temperature=0.7, chunk_bias=-1.0), TOGETHER[2]]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with kernel_engine(block_size=4, max_num_batched_tokens=64, cuda_graphs=True) as engine:
+        recorder = LogitsRecorder(engine)
+        for number, options in enumerate(many):
+            layout = prompt("p11 d9 d16 t5")
+            length = replace(params, max_tokens=(12, 5, 9)[number])
+            engine.add_request(f"r{number}", layout, length, reuse_method=method, chunk_options=options)
+        outputs = drain(engine)
+        engine.check_idle()
+        for number, options in enumerate(many):
+            token_ids = outputs[f"r{number}"].outputs[0].token_ids
+            want = oracle_of(num_hidden_layers=2).logits(layout, token_ids[:-1], mask=mask_of(options))
+            assert error_of(recorder.of(f"r{number}"), want) < 1e-4
+
+
+def test_the_question_is_watched_as_it_looks():
+    options = ChunkOptions(chunk_temperature=0.6, chunk_bias=1.0)
+    engine = make_small(block_size=8)
+    seen = []
+    block_scores = engine._chooser._block_scores
+    engine._chooser._block_scores = lambda group, scores: seen.append(scores) or block_scores(group, scores)
+    layout = prompt("p11 d33 d16 t5")
+    answer(engine, layout, chunk_options=options, recompute="attention:0.3")
+    want = oracle_of(num_hidden_layers=1).question_attention(layout, mask=mask_of(options))
+    assert seen[0][: len(want)] == pytest.approx(want.tolist(), rel=1e-4)
+    plain = oracle_of(num_hidden_layers=1).question_attention(layout, mask=Mask())
+    assert seen[0][: len(want)] != pytest.approx(plain.tolist(), rel=1e-2)
+
+
 def test_what_can_never_fit_counts_heads():
     engine = make_small(num_blocks=6, block_size=8)
     layout = prompt("d8 d8-b t3")
     assert answer(engine, layout, chunk_options=ChunkOptions(encoding="isolated")).error is None
     with pytest.raises(RequestError, match="can never fit"):
         make_small(num_blocks=4, block_size=8).add_request("a", layout, chunk_options=ChunkOptions(num_hidden=2))
+    # What is visible of two documents may be the same text, and is still two chunks.
+    spans = [Span((head, 9, 9, 9), document_id=str(head)) for head in (7, 8)]
+    equal = PromptLayout((*spans, Span((5,))))
+    with pytest.raises(RequestError, match="needs 5 KV blocks"):
+        make_small(num_blocks=4, block_size=8).add_request("a", equal, GREEDY, chunk_options=ChunkOptions(num_hidden=1))
 
 
 @pytest.mark.parametrize(
@@ -304,6 +369,10 @@ def test_what_can_never_fit_counts_heads():
         ({"sink": None}, "sink must be a text"),
         ({"separator": 3}, "separator must be a text"),
         ({"encoding": "alone"}, "encoding must be one of"),
+        ({"chunk_temperature": 0}, "chunk_temperature must be a positive number"),
+        ({"chunk_bias": float("inf")}, "chunk_bias must be a finite number"),
+        ({"chunk_bias": True}, "chunk_bias must be a finite number"),
+        ({"calibrated": True, "chunk_bias": 0.5}, "calibrated brings its own"),
     ],
 )
 def test_wrong_options_are_named(options, message):

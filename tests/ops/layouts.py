@@ -11,7 +11,7 @@ from lazyattention.ops import AttentionPlan, KVRange, LayerRotary, RowGroup, mak
 @dataclass
 class Step:
     plan: AttentionPlan
-    kernel_plan: AttentionPlan
+    kernel_plan: AttentionPlan | None
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     q: torch.Tensor
@@ -37,9 +37,12 @@ def random_step(
     far=0,
     contiguous=False,
     scattered_chunk=None,
+    is_scaled=False,
 ):
     """Build a step: `queries` holds (earlier text tokens, new tokens) per request; every request sees every chunk, in
-    an order of its own, then its own text. `far` moves all requests to larger positions; one chunk's blocks can lie in reverse.
+    an order of its own, then its own text. `far` moves all requests to larger positions; one chunk's blocks can lie in
+    reverse. With `is_scaled` each request has a temperature and a bias of its own for chunks, and there is no plan for
+    the kernels.
     """
     num_blocks = 64 + sum(-(-n // block_size) + 1 for n in chunk_lens) * 2 + sum(a + b for a, b in queries)
     free = list(range(num_blocks)) if contiguous else rng.permutation(num_blocks).tolist()
@@ -58,7 +61,8 @@ def random_step(
         token_start = len(positions)
         start = base + far
         for chunk in rng.permutation(len(chunk_lens)):
-            groups.append(RowGroup(int(chunk), token_start, num_new, start - base))
+            scaling = (0.6 + 0.5 * request, 1.5 - 2.0 * request) if is_scaled else (1.0, 0.0)
+            groups.append(RowGroup(int(chunk), token_start, num_new, start - base, *scaling))
             start += chunk_lens[chunk]
         text = KVRange(("text", request), take(num_before + num_new), num_before + num_new, start, keys_turned)
         groups.append(RowGroup(len(ranges), token_start, num_new, 0))
@@ -66,7 +70,8 @@ def random_step(
         positions += range(start + num_before, start + num_before + num_new)
         slots += [-1] * num_new
     layout = (np.array(positions), np.array(slots), ranges, groups)
-    plan, kernel_plan = (make_plan(*layout, block_size=block_size, for_kernels=kind) for kind in (False, True))
+    plan = make_plan(*layout, block_size=block_size, for_kernels=False)
+    kernel_plan = None if is_scaled else make_plan(*layout, block_size=block_size, for_kernels=True)
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
     k_cache = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

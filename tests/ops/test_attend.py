@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyattention.ops import LayerRotary
+from lazyattention.ops import KVRange, LayerRotary, RowGroup, make_plan
 from lazyattention.ops.attend import AttendOptions, attend
 from lazyattention.ops.attend import cpu as attend_cpu_module
 from lazyattention.ops.attend.reference import attend_reference
@@ -24,7 +24,7 @@ def dense_oracle(step, rotary, options, sinks=None):
     plan, group = step.plan, step.q.shape[1] // step.k_cache.shape[2]
     out = torch.zeros(*step.q.shape[:2], step.v_cache.shape[3], dtype=torch.float64)
     for token in range(plan.num_tokens):
-        keys, values = [], []
+        keys, values, temperatures, biases = [], [], [], []
         for item in plan.items:
             for row in range(item.row_start, item.row_end):
                 if int(plan.row_tokens[row]) != token:
@@ -43,11 +43,17 @@ def dense_oracle(step, rotary, options, sinks=None):
                     visible &= distance < options.sliding_window
                 keys.append(k[visible])
                 values.append(v[visible])
+                scaling = (1.0, 0.0)
+                if plan.row_temperatures is not None:
+                    scaling = (plan.row_temperatures[row].item(), plan.row_biases[row].item())
+                temperatures.append(torch.full_like(stands[visible], scaling[0], dtype=torch.float64))
+                biases.append(torch.full_like(stands[visible], scaling[1], dtype=torch.float64))
         k = torch.cat(keys).repeat_interleave(group, 1)
         v = torch.cat(values).repeat_interleave(group, 1)
-        scores = torch.einsum("hd,nhd->hn", step.q[token].double(), k) * options.softmax_scale
+        scores = torch.einsum("hd,nhd->hn", step.q[token].double(), k) * options.softmax_scale / torch.cat(temperatures)
         if options.logit_softcap is not None:
             scores = options.logit_softcap * torch.tanh(scores / options.logit_softcap)
+        scores = scores + torch.cat(biases)
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None]], 1)
             v = torch.cat([v, torch.zeros(1, *v.shape[1:], dtype=v.dtype)])
@@ -78,6 +84,9 @@ CASES = {
     "soft cap and window": ({}, {}, {"logit_softcap": 2.0, "sliding_window": 9}),
     "unturned keys": ({"keys_turned": False}, {}, {}),
     "beyond 128K": ({"far": 200_000}, {}, {}),
+    "temperature and bias": ({"is_scaled": True}, {}, {}),
+    "temperature, soft cap, window": ({"is_scaled": True}, {}, {"logit_softcap": 2.0, "sliding_window": 20}),
+    "temperature, unturned keys": ({"is_scaled": True, "keys_turned": False}, {}, {}),
 }
 
 
@@ -120,6 +129,21 @@ def test_missing_flash_operator_falls_back(monkeypatch):
     monkeypatch.setattr(attend_cpu_module, "_HAS_FLASH", False)
     step, rotary, options = random_step(np.random.default_rng(4)), rotary_of(16), AttendOptions(0.3)
     torch.testing.assert_close(run_ops(step, rotary, options), dense_oracle(step, rotary, options))
+
+
+def test_scaled_rows_take_sinks_unscaled_and_still_share_reads():
+    step, options = random_step(np.random.default_rng(2), is_scaled=True), AttendOptions(0.3)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 3.0], dtype=torch.float64)
+    got = run_ops(step, rotary_of(16), options, sinks)
+    torch.testing.assert_close(got, dense_oracle(step, rotary_of(16), options, sinks))
+    assert len(step.plan.items) == len(random_step(np.random.default_rng(2)).plan.items)
+
+
+def test_the_kernels_refuse_scaled_rows():
+    ranges, groups = [KVRange("text", [0], 3, 0)], [RowGroup(0, 0, 3, 0, temperature=0.5)]
+    positions = np.arange(3)
+    with pytest.raises(ValueError, match="kernels know no temperature"):
+        make_plan(positions, positions, ranges, groups, block_size=4, for_kernels=True)
 
 
 def test_rows_of_several_requests_share_one_item_per_chunk():

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyattention.errors import ConfigError
+from lazyattention.config import ChunkOptions
+from lazyattention.errors import ConfigError, RequestError
 from lazyattention.quality.datasets import build_dataset
 from lazyattention.quality.examples import read_examples
 from lazyattention.quality.metrics import containment, exact_match, f1, normalize
-from lazyattention.quality.options import REUSE_OPTIONS
+from lazyattention.quality.options import REUSE_OPTIONS, reuse_option
 from lazyattention.quality.questions import read_question
 from lazyattention.quality.statistics import interval, paired_difference
 
@@ -206,3 +207,33 @@ def test_a_written_question_is_found(text, question):
 def test_an_unknown_option_suggests_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'isolated'"):
         REUSE_OPTIONS["isolate"]
+
+
+def test_options_compose_on_the_command_line():
+    option = reuse_option("isolated+num_hidden=8+sink=\\n+recompute=first:16")
+    base = ChunkOptions(separator="--")
+    assert option.chunk_options(base) == ChunkOptions(encoding="isolated", num_hidden=8, sink="\n", separator="--")
+    assert option.recompute == "first:16"
+    assert reuse_option("recompute_first_16+parallel").recompute == "first:16"
+    assert reuse_option("chunk_temperature=0.8+chunk_bias=-1").changes == {"chunk_temperature": 0.8, "chunk_bias": -1.0}
+    assert reuse_option("calibrated=true").changes == reuse_option("calibrated").changes
+    assert reuse_option("parallel") is REUSE_OPTIONS["parallel"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("isolated+encoding=after_preamble", "sets encoding twice"),
+        ("hidden=3", "no chunk option 'hidden'"),
+        ("num_hidden=few", "num_hidden must be a number"),
+        ("num_hidden=-1", "num_hidden must be a whole number"),
+        ("calibrated=maybe", "must be true or false"),
+        ("isolated+paralel", "did you mean 'parallel'"),
+        ("", "unknown reuse option"),
+    ],
+)
+def test_a_wrong_composition_is_named(text, message):
+    with pytest.raises(ConfigError, match=message):
+        reuse_option(text)
+    with pytest.raises(RequestError, match="first"):
+        reuse_option("recompute=first:0")

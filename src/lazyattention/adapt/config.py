@@ -56,5 +56,10 @@ class AdaptConfig:
             low = 0 if option.name in ("question_weight", "full_share", "seed", "warmup_steps") else 1e-12
             if is_number and not value >= low:
                 raise ConfigError(f"{option.name} must be {'at least 0' if low == 0 else 'above 0'}, got {value!r}")
+        if self.chunk.scales_scores or self.chunk.calibrated:
+            raise ConfigError(
+                "an adapter is trained with the model's own attention scores; leave chunk_temperature, chunk_bias and "
+                "calibrated out (they can be calibrated for the adapted model afterwards)"
+            )
         if self.full_share > 1:
             raise ConfigError(f"full_share must be in [0, 1], got {self.full_share}")

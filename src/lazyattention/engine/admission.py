@@ -33,7 +33,9 @@ class CacheIdentity:
 
     def root_key(self, scope: str, plan: ReusePlan) -> bytes:
         """Where the chains of one scope's text begin, for prompts whose text sees chunks in the plan's way."""
-        return digest_fields(("root", self.weights_id, self.kv_dtype, scope, plan.options.positions))
+        options = plan.options
+        seen_how = (options.positions, repr(options.chunk_temperature), repr(options.chunk_bias))
+        return digest_fields(("root", self.weights_id, self.kv_dtype, scope, *seen_how))
 
     def chunk_key(
         self, token_ids: tuple[int, ...], method: ReuseMethod, after: ChunkKey | None, scope: str

@@ -11,6 +11,10 @@ from lazyattention.engine.scheduler import Piece, Step
 from lazyattention.ops import KVRange, Observer, RowGroup
 from lazyattention.reuse import SpanUse
 
+Scaling = tuple[float, float]
+"""Temperature and bias of attention scores."""
+UNSCALED: Scaling = (1.0, 0.0)
+
 
 @dataclass(slots=True)
 class Batch:
@@ -76,12 +80,14 @@ class _Builder:
         self.slots.append(slots_of(block_ids, index, self.block_size))
         self.store_turns.append(np.zeros(num_tokens, dtype=np.int64))
 
-    def look_at(self, kv_range: KVRange, num_tokens: int, position_delta: int) -> None:
+    def look_at(self, kv_range: KVRange, num_tokens: int, position_delta: int, scaling: Scaling = UNSCALED) -> None:
         """Let the batch's last `num_tokens` tokens look at a range."""
         self.ranges.append(kv_range)
-        self._add_group(len(self.ranges) - 1, num_tokens, position_delta)
+        self._add_group(len(self.ranges) - 1, num_tokens, position_delta, scaling)
 
-    def look_at_chunk(self, chunk: Chunk, num_tokens: int, position_delta: int, *, keys_turned: bool) -> None:
+    def look_at_chunk(
+        self, chunk: Chunk, num_tokens: int, position_delta: int, scaling: Scaling = UNSCALED, *, keys_turned: bool
+    ) -> None:
         """Let the batch's last `num_tokens` tokens look at a whole chunk."""
         index = self.chunk_ranges.get(id(chunk))
         if index is None:
@@ -91,25 +97,25 @@ class _Builder:
             index = self.chunk_ranges[id(chunk)] = len(self.ranges) - 1
             if chunk.is_ready:
                 self.read_chunks.append(chunk)
-        self._add_group(index, num_tokens, position_delta)
+        self._add_group(index, num_tokens, position_delta, scaling)
 
-    def look_at_run(self, span: SpanState, num_tokens: int, position_delta: int) -> None:
+    def look_at_run(self, span: SpanState, num_tokens: int, position_delta: int, scaling: Scaling) -> None:
         """Let the batch's last `num_tokens` tokens look at the part of a chunk that a span reads."""
         chunk = span.chunk
         assert chunk is not None
         if not span.is_part:
-            self.look_at_chunk(chunk, num_tokens, position_delta, keys_turned=chunk.keys_turned)
+            self.look_at_chunk(chunk, num_tokens, position_delta, scaling, keys_turned=chunk.keys_turned)
             return
         key = ("run", id(chunk), span.chunk_start, len(span.token_ids))
         blocks = span.chunk_blocks(self.block_size)
         first_position = chunk.base + span.chunk_start
         kv_range = KVRange(key, blocks, len(span.token_ids), first_position, chunk.keys_turned)
-        self.look_at(kv_range, num_tokens, position_delta)
+        self.look_at(kv_range, num_tokens, position_delta, scaling)
         if chunk.is_ready:
             self.read_chunks.append(chunk)
 
-    def _add_group(self, range_index: int, num_tokens: int, position_delta: int) -> None:
-        self.row_groups.append(RowGroup(range_index, self.num_tokens, num_tokens, position_delta))
+    def _add_group(self, range_index: int, num_tokens: int, position_delta: int, scaling: Scaling) -> None:
+        self.row_groups.append(RowGroup(range_index, self.num_tokens, num_tokens, position_delta, *scaling))
 
 
 def build_batch(step: Step, block_size: int) -> Batch:
@@ -175,11 +181,12 @@ def _add_sequence_piece(builder: _Builder, piece: Piece, sequence: Sequence) -> 
     builder.add_tokens(token_ids, span.start, span.block_ids, piece.offset)
     for index, delta in spans_seen_from(sequence, piece.span_index):
         seen = sequence.spans[index]
+        scaling = scaling_of(sequence, piece.span_index, index)
         if seen.chunk is not None and seen.use is SpanUse.SHARED:
-            builder.look_at_run(seen, piece.num_tokens, delta)
+            builder.look_at_run(seen, piece.num_tokens, delta, scaling)
         else:
             kv_range = KVRange((id(sequence), index), seen.block_ids, len(seen.token_ids), seen.start)
-            builder.look_at(kv_range, piece.num_tokens, delta)
+            builder.look_at(kv_range, piece.num_tokens, delta, scaling)
     num_keys = piece.offset + piece.num_tokens
     own = KVRange((id(sequence), piece.span_index, num_keys), span.block_ids, num_keys, span.start)
     builder.look_at(own, piece.num_tokens, 0)
@@ -207,6 +214,15 @@ def spans_seen_from(sequence: Sequence, span_index: int) -> list[tuple[int, int]
             delta = seen.start - seen.chunk_start - seen.chunk.base
         found.append((index, delta))
     return found
+
+
+def scaling_of(sequence: Sequence, span_index: int, seen_index: int) -> Scaling:
+    """Return temperature and bias of the scores of one span's tokens on an earlier span: text's on documents' chunks."""
+    plan, seen = sequence.group.plan, sequence.spans[seen_index]
+    is_text = sequence.spans[span_index].use is SpanUse.TEXT
+    if is_text and seen.use is not SpanUse.TEXT and plan.spans[seen.source].span.is_document:
+        return plan.options.chunk_temperature, plan.options.chunk_bias
+    return UNSCALED
 
 
 def copies_of(step: Step, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

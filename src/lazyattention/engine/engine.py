@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lazyattention import envs
@@ -13,6 +13,7 @@ from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.admission import Admission, CacheIdentity
 from lazyattention.engine.batch import Batch
 from lazyattention.engine.block_chooser import BlockChooser, check_positions, check_recompute, default_recompute
+from lazyattention.engine.calibration import resolve
 from lazyattention.engine.checksums import ChecksumGuard
 from lazyattention.engine.detokenizer import Detokenizer
 from lazyattention.engine.documents import DocumentManager
@@ -88,7 +89,9 @@ class Engine:
         Raises:
             ConfigError: An option is not allowed.
         """
-        self.config = config or EngineConfig()
+        config = config or EngineConfig()
+        self.config = replace(config, chunk=resolve(loaded.weights_id, config, config.chunk))
+        self._resolved: dict[ChunkOptions, ChunkOptions] = {}
         self.loaded = loaded
         self.configured_method = REUSE_METHODS[self.config.reuse_method]
         self.default_recompute = default_recompute(self.config, loaded)
@@ -119,6 +122,18 @@ class Engine:
         self._checksums = ChecksumGuard(kv_pool) if envs.DEBUG_CHECKSUMS else None
         self._ended: list[RequestGroup] = []
         self._next_housekeeping_s = 0.0
+
+    def resolve(self, options: ChunkOptions | None) -> ChunkOptions:
+        """Return the chunk options of a request: the engine's if it brings none, and calibrated if they are to be.
+
+        Raises:
+            ConfigError: Nothing was calibrated for them.
+        """
+        if options is None:
+            return self.config.chunk
+        if options not in self._resolved:
+            self._resolved[options] = resolve(self.loaded.weights_id, self.config, options)
+        return self._resolved[options]
 
     @property
     def has_work(self) -> bool:
@@ -173,7 +188,7 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
         if not layout.spans or layout.spans[-1].is_document or not layout.spans[-1].token_ids:
             raise RequestError("the prompt must end with text; add a question or an instruction")
-        plan = method.plan(layout, self.prompts.chunking(chunk_options or self.config.chunk))
+        plan = method.plan(layout, self.prompts.chunking(self.resolve(chunk_options)))
         layout = plan.layout
         chosen_recompute = self._recompute_for(recompute, method)
         if chosen_recompute is not None:

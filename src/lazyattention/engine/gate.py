@@ -4,19 +4,16 @@
 A loss belongs to weights (adapter included), chunk options and prompt options; it is kept in LAZYATTENTION_CACHE_DIR/quality.
 """
 
-import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lazyattention import envs
 from lazyattention.config import EngineConfig
-from lazyattention.errors import ConfigError
-from lazyattention.utils.hashing import digest_fields
+from lazyattention.engine.measured import broken, find, keep, path_of
 from lazyattention.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+_WHAT = "measured loss"
 FULL_ATTENTION_METHODS = ("full_recompute", "prefix")
 
 
@@ -59,16 +56,7 @@ def remember_loss(weights_id: str, config: EngineConfig, measured: MeasuredLoss)
         ConfigError: It cannot be written.
     """
     path = _path(weights_id, config)
-    new = path.with_suffix(f".{os.getpid()}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(asdict(measured), indent=2) + "\n", encoding="utf-8")
-        new.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"the measured loss cannot be kept in {path.parent}: {error}; set LAZYATTENTION_CACHE_DIR to a folder that can "
-            "be written"
-        ) from error
+    keep(path, _WHAT, asdict(measured))
     return path
 
 
@@ -79,14 +67,13 @@ def find_loss(weights_id: str, config: EngineConfig) -> MeasuredLoss | None:
         ConfigError: The file is broken.
     """
     path = _path(weights_id, config)
-    try:
-        return MeasuredLoss(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    values = find(path, _WHAT)
+    if values is None:
         return None
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the measured loss in {path} cannot be read: {error}; delete it and measure again"
-        ) from error
+    try:
+        return MeasuredLoss(**values)
+    except TypeError as error:
+        raise broken(path, _WHAT, error) from error
 
 
 def decide(weights_id: str, config: EngineConfig) -> GateDecision:
@@ -121,13 +108,4 @@ def decide(weights_id: str, config: EngineConfig) -> GateDecision:
 
 
 def _path(weights_id: str, config: EngineConfig) -> Path:
-    fields: tuple[str, ...] = (
-        weights_id,
-        json.dumps(asdict(config.chunk), sort_keys=True),
-        config.documents_place,
-        config.chat_template or "",
-        str(config.cache.max_chunk_len),
-    )
-    if config.recompute is not None:
-        fields += (config.recompute,)
-    return envs.CACHE_DIR / "quality" / f"{digest_fields(fields).hex()}.json"
+    return path_of(_WHAT, weights_id, config, config.chunk)

@@ -79,6 +79,7 @@ class ModelRunner:
         self.compiled: CompiledLayers | None = None
         self.graphs: GraphRunner | None = None
         self._planner: StepPlanner | None = None
+        self._said_scaled = False
         is_cuda = self.device.type == "cuda"
         if is_cuda if use_kernels is None else use_kernels:
             self._planner = StepPlanner(
@@ -103,6 +104,14 @@ class ModelRunner:
         """Lay out a step that has at least one piece."""
         if self._planner is None:
             return build_batch(step, self.kv_pool.block_size)
+        if _is_scaled(step):
+            if not self._said_scaled:
+                logger.warning(
+                    "chunk_temperature and chunk_bias are unknown to the kernels: steps with them run in plain PyTorch, "
+                    "which costs speed only"
+                )
+            self._said_scaled = True
+            return build_batch(step, self.kv_pool.block_size)
         return self._planner.build(step)
 
     @torch.inference_mode()
@@ -115,8 +124,12 @@ class ModelRunner:
         """
         if len(batch.copy_sources):
             self.kv_pool.copy_turned(batch.copy_sources, batch.copy_targets, batch.copy_deltas, self.rotaries)
-        if self.graphs is not None and self._planner is not None and batch.observer is None:
-            assert isinstance(batch, PlannedBatch)
+        if (
+            self.graphs is not None
+            and self._planner is not None
+            and isinstance(batch, PlannedBatch)
+            and batch.observer is None
+        ):
             assert batch.host_step is not None
             try:
                 logits = self.graphs.run(batch.host_step, batch.token_ids, batch.sample_rows, self._planner.blocks)
@@ -157,8 +170,7 @@ class ModelRunner:
         self.kv_pool.layers.clear()
 
     def _plan(self, batch: Batch) -> AttentionPlan:
-        if self._planner is not None:
-            assert isinstance(batch, PlannedBatch)
+        if self._planner is not None and isinstance(batch, PlannedBatch):
             assert batch.host_step is not None
             return self._planner.plan(batch.host_step)
         return make_plan(
@@ -169,6 +181,7 @@ class ModelRunner:
             block_size=self.kv_pool.block_size,
             store_turns=batch.store_turns,
             device=self.device,
+            for_kernels=False,
         )
 
     def _forward(
@@ -261,6 +274,11 @@ class ModelRunner:
         if self.compiled is not None:
             self.compiled.close()
         self.compiled = None
+
+
+def _is_scaled(step: Step) -> bool:
+    """True if attention scores in it have a temperature or a bias, which the kernels do not know: it runs without them."""
+    return any(piece.sequence is not None and piece.sequence.group.plan.options.scales_scores for piece in step.pieces)
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ them.
 import numpy as np
 import torch
 
-from lazyattention.engine.batch import slots_of, spans_seen_from
+from lazyattention.engine.batch import scaling_of, slots_of, spans_seen_from
 from lazyattention.engine.request import Sequence
 from lazyattention.engine.scheduler import Piece, Step
 from lazyattention.ops import AttentionMetadata, LayerCall, Observer
@@ -77,7 +77,7 @@ class _Piece:
         num_before = max(piece.offset, len(last.token_ids) - MAX_QUESTION_TOKENS)
         end = piece.offset + piece.num_tokens
         self._rows = slice(row + num_before - piece.offset, row + piece.num_tokens)
-        slots, turns, positions = [], [], []
+        slots, turns, positions, scaling = [], [], [], []
         for index, delta in [*spans_seen_from(sequence, piece.span_index), (piece.span_index, 0)]:
             span = sequence.spans[index]
             inside = np.arange(end if span is last else len(span.token_ids))
@@ -86,11 +86,14 @@ class _Piece:
             blocks = span.block_ids if span.chunk is None else span.chunk_blocks(block_size)
             slots.append(slots_of(blocks, inside, block_size))
             positions.append(span.start + inside)
+            scaling.append(np.full((len(inside), 2), scaling_of(sequence, piece.span_index, index)))
             is_turned = span.chunk is None or span.chunk.keys_turned
             turns.append(np.full(len(inside), delta) if is_turned else positions[-1])
         self._slots, self._turns, self._key_positions = (
             torch.from_numpy(np.concatenate(arrays)).to(device) for arrays in (slots, turns, positions)
         )
+        temperatures, biases = torch.from_numpy(np.concatenate(scaling)).to(device, self._sum.dtype).T
+        self._temperatures, self._biases = temperatures, biases
         self._query_positions = torch.arange(last.start + num_before, last.start + end, device=device)
 
     def observe(self, call: LayerCall, metadata: AttentionMetadata) -> None:
@@ -107,8 +110,10 @@ class _Piece:
             rows = slice(start, start + _TILE_ROWS)
             tile = q[rows].reshape(-1, num_kv_heads, group, q.shape[2])
             scores = torch.einsum("rhgd,nhd->rhgn", tile, k) * call.options.softmax_scale
+            scores /= self._temperatures
             if call.options.logit_softcap is not None:
                 scores = call.options.logit_softcap * torch.tanh(scores / call.options.logit_softcap)
+            scores += self._biases
             distance = self._query_positions[rows, None] - self._key_positions
             hidden = distance < 0
             if call.options.sliding_window is not None:

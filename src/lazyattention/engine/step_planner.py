@@ -265,8 +265,8 @@ class StepPlanner:
         if len(block_ids) == known.num_blocks:
             self._plans.grow_range(known.range_id, num_tokens)
         else:
-            # The builder counts a range's blocks by its tokens.
-            assert known.num_tokens == known.num_blocks * self._block_size, "a block was added to one that is not full"
+            # The builder counts a range's blocks by its tokens; some of these may have come in steps planned elsewhere.
+            self._plans.grow_range(known.range_id, known.num_blocks * self._block_size)
             self._plans.grow_range(known.range_id, num_tokens, block_ids[known.num_blocks :])
             known.num_blocks = len(block_ids)
         known.num_tokens = num_tokens

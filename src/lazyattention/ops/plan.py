@@ -55,12 +55,16 @@ class RowGroup:
         token_start: First query token, index into the flat batch.
         num_tokens: Number of query tokens; their positions are consecutive.
         position_delta: What is added to a stored position to get the position here, tokens.
+        temperature: What scores are divided by, before any cap.
+        bias: What is added to scores after it. The kernels know neither: for items only.
     """
 
     range_index: int
     token_start: int
     num_tokens: int
     position_delta: int
+    temperature: float = 1.0
+    bias: float = 0.0
 
 
 @dataclass(slots=True)
@@ -111,6 +115,8 @@ class AttentionPlan:
         host_positions: As positions, on the host.
         host_slots: As slot_mapping, on the host.
         blocks: int32, the block tables of `arrays` on the device, if they are there already.
+        row_temperatures: float64 `[num_rows]`, what each row's scores are divided by; None = nothing is.
+        row_biases: float64 `[num_rows]`, what is added to them; None likewise.
     """
 
     num_tokens: int
@@ -128,6 +134,8 @@ class AttentionPlan:
     host_positions: np.ndarray | None = None
     host_slots: np.ndarray | None = None
     blocks: torch.Tensor | None = None
+    row_temperatures: torch.Tensor | None = None
+    row_biases: torch.Tensor | None = None
     _device_plans: dict[LayoutSpec, DevicePlan] = field(default_factory=dict)
     _tables: dict[tuple[int, str, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -195,11 +203,17 @@ def make_plan(
         store_turns: int64 `[num_tokens]`: turn new keys by this before storing, or None.
         device: Where the plan's tensors go.
         for_kernels: Keep flat arrays for the kernels in place of items; None = on CUDA devices.
+
+    Raises:
+        ValueError: A group has a temperature or a bias, but the plan is for the kernels.
     """
     device = torch.device(device)
     if store_turns is not None and not store_turns.any():
         store_turns = None
+    is_scaled = any(group.temperature != 1 or group.bias != 0 for group in row_groups)
     if for_kernels or (for_kernels is None and device.type == "cuda"):
+        if is_scaled:
+            raise ValueError("kernels know no temperature and no bias; make a plan with for_kernels=False")
         return plan_of_arrays(
             flatten(ranges, row_groups),
             positions,
@@ -224,6 +238,7 @@ def make_plan(
     items: list[WorkItem] = []
     tokens: list[np.ndarray] = []
     deltas: list[np.ndarray] = []
+    scaling: list[np.ndarray] = []
     num_rows = 0
     for groups in grouped.values():
         kv_range = ranges[groups[0].range_index]
@@ -234,6 +249,7 @@ def make_plan(
         for group in groups:
             tokens.append(np.arange(group.token_start, group.token_start + group.num_tokens))
             deltas.append(np.full(group.num_tokens, group.position_delta))
+            scaling.append(np.full((group.num_tokens, 2), (group.temperature, group.bias)))
             num_rows += group.num_tokens
             low = int(positions[group.token_start]) - group.position_delta
             high = low + group.num_tokens - 1
@@ -256,6 +272,7 @@ def make_plan(
     row_tokens = np.concatenate(tokens) if tokens else np.empty(0, np.int64)
     row_deltas = np.concatenate(deltas) if deltas else np.empty(0, np.int64)
     num_tokens = len(positions)
+    temperatures, biases = torch.from_numpy(np.concatenate(scaling)).to(device).T if is_scaled else (None, None)
     return AttentionPlan(
         num_tokens=num_tokens,
         block_size=block_size,
@@ -268,6 +285,8 @@ def make_plan(
         has_deltas=bool(row_deltas.any()),
         is_single_part=num_rows == num_tokens and bool((row_tokens == np.arange(num_tokens)).all()),
         device=device,
+        row_temperatures=temperatures,
+        row_biases=biases,
     )
 
 

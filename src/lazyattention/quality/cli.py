@@ -46,7 +46,10 @@ def quality_command(
     num_questions: Annotated[int, typer.Option(min=1, help="Questions per set, at most.")] = 200,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="Reuse options to compare.", show_default="after_preamble, isolated"),
+        typer.Option(
+            help="Reuse option to compare: a name, or composed, such as parallel+num_hidden=8. Repeatable.",
+            show_default="after_preamble, isolated",
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help='System message; "" = none.', show_default="short answers")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
@@ -55,6 +58,13 @@ def quality_command(
         Path | None, typer.Option(help="Output folder of another run to compare with, such as one without the adapter.")
     ] = None,
     plot: Annotated[bool, typer.Option(help="Draw plot.png (needs matplotlib).")] = True,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure nothing; find chunk temperature and bias for each option and keep them for --calibrated.",
+        ),
+    ] = False,
     remember: Annotated[bool, typer.Option(help="Keep the loss for --max-loss.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
     engine_options: dict[str, Any] | None = None,
@@ -62,7 +72,7 @@ def quality_command(
     """Measure what reuse costs in answers, compared with full attention. --seed also decides which questions are drawn."""
     from lazyattention.config import EngineConfig
     from lazyattention.quality.measure import SHORT_ANSWERS, MeasureConfig
-    from lazyattention.quality.workflow import QualityRequest, run_quality
+    from lazyattention.quality.workflow import QualityRequest, run_calibration, run_quality
 
     if against is not None and not against.is_dir():
         raise ConfigError(f"--against {against} is not a folder; name the output folder of another run")
@@ -92,11 +102,28 @@ def quality_command(
 
     show = _err.is_terminal and envs.PROGRESS
     loaded = load_model(model, dtype=dtype, device=device, adapter=adapter, progress=show)
-    report = run_quality(Engine(loaded, engine_config), request)
+    engine = Engine(loaded, engine_config)
+    if calibrate:
+        found = run_calibration(engine, request)
+        if as_json:
+            _out.print_json(json.dumps(found))
+        else:
+            _print_calibrations(found)
+        return
+    report = run_quality(engine, request)
     if as_json:
         _out.print_json(json.dumps(report))
     else:
         _print_report(report, output)
+
+
+def _print_calibrations(found: dict[str, Any]) -> None:
+    for name, one in found.items():
+        _out.print(
+            f"{name}: chunk_temperature {one['chunk_temperature']:.3f}, chunk_bias {one['chunk_bias']:+.3f}; KL from full "
+            f"attention {one['kl_before']:.4f} -> {one['kl']:.4f} on questions kept apart"
+        )
+    _out.print("kept for --calibrated; measure them: lazyattention quality --option calibrated ...")
 
 
 def _print_report(report: dict[str, Any], output: Path) -> None:

@@ -226,7 +226,7 @@ def _note(
         text = own.output.text.strip()
         values = {
             "nll": along.nll,
-            "kl": _kl(reference.logprobs, along.logprobs),
+            "kl": kl_divergence(reference.logprobs, along.logprobs),
             "agreement": float(own.token_ids == reference.token_ids),
         }
         if example.answers:
@@ -279,7 +279,7 @@ def _score_golds(
     return {example.id: answer for (example, _, _), answer in zip(wanted, scored, strict=True)}
 
 
-def _kl(reference: torch.Tensor, other: torch.Tensor) -> float:
+def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
     """Mean over positions of KL(reference || other), nats; rounding below 0 is cut off."""
     return max(0.0, float((reference.exp() * (reference - other)).sum(dim=1).mean()))
 
@@ -317,7 +317,9 @@ def _ways_of(engine: Engine, config: MeasureConfig) -> list[_Way]:
     ways = []
     for option in map(reuse_option, config.options):
         recompute = option.recompute or engine.config.recompute
-        ways.append(_Way(option.name, REUSE_METHOD, option.chunk_options(engine.config.chunk), recompute))
+        ways.append(
+            _Way(option.name, REUSE_METHOD, engine.resolve(option.chunk_options(engine.config.chunk)), recompute)
+        )
     return ways
 
 

@@ -49,6 +49,9 @@ for _option in (
     ReuseOption("hide_4", "each chunk's first 4 tokens are seen by that chunk only", {"num_hidden": 4}),
     ReuseOption("sink_bos", "a BOS token in front of each chunk, seen by that chunk only", {"sink": "bos"}),
     ReuseOption("separator", "a line of dashes behind each document", {"separator": "---\n\n"}),
+    ReuseOption(
+        "calibrated", "attention scores on documents with calibrated temperature and bias", {"calibrated": True}
+    ),
     ReuseOption("recompute_first_16", "the first 16 tokens of each document computed anew", {}, "first:16"),
     ReuseOption("recompute_deviation_15", "the 15 % of blocks that deviate most computed anew", {}, "deviation:0.15"),
     ReuseOption(
@@ -97,6 +100,10 @@ def _value(name: str, text: str) -> object:
         raise ConfigError(f"there is no chunk option {name!r}; choose one of {', '.join(defaults)}")
     if isinstance(defaults[name], str):
         return text.encode().decode("unicode_escape")  # so that a line break can be given as \\n
+    if isinstance(defaults[name], bool):
+        if text not in ("true", "false"):
+            raise ConfigError(f"chunk option {name} must be true or false, got {text!r}")
+        return text == "true"
     try:
         return type(defaults[name])(text)
     except ValueError as error:

@@ -3,16 +3,18 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lazyattention.documents.document import Document
 from lazyattention.documents.readers import read_documents
 from lazyattention.documents.retrieval import BM25Retriever
+from lazyattention.engine.calibration import remember_calibration
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.gate import remember_loss
 from lazyattention.errors import ConfigError
+from lazyattention.quality.calibrate import MAX_TRIALS, calibrate
 from lazyattention.quality.datasets import build_dataset, is_builtin
 from lazyattention.quality.examples import QualityExample, read_answers, read_examples, read_lines
 from lazyattention.quality.measure import MeasureConfig, Record, measure, read_records
@@ -98,6 +100,37 @@ def run_quality(engine: Engine, request: QualityRequest) -> dict[str, Any]:
     return report
 
 
+def run_calibration(engine: Engine, request: QualityRequest) -> dict[str, Any]:
+    """Find temperature and bias for each of the request's options, and keep them for engines that ask for `calibrated`.
+
+    Returns:
+        Option -> what was found.
+
+    Raises:
+        ConfigError: Data cannot be read or made, or there are too few questions.
+        LazyAttentionError: A prompt cannot be served.
+    """
+    sets = [examples for source in request.data for _, examples in collect_examples(engine, source, request)]
+    examples = [example for one in sets for example in one]
+    found = {}
+    for name in request.config.options:
+        options = reuse_option(name).chunk_options(engine.config.chunk)
+        options = replace(options, calibrated=False, chunk_temperature=1.0, chunk_bias=0.0)
+        with progress_bar(f"calibrating {name}", MAX_TRIALS, is_enabled=request.progress) as advance:
+            calibration = calibrate(
+                engine,
+                examples,
+                options,
+                request.config,
+                data=_data_name(request),
+                on_trial=advance,
+            )
+        config = engine.config.of(engine.config, chunk=options)
+        path = remember_calibration(engine.loaded.weights_id, config, calibration)
+        found[name] = {**asdict(calibration), "file": str(path)}
+    return found
+
+
 def collect_examples(engine: Engine, source: str, request: QualityRequest) -> list[tuple[str, list[QualityExample]]]:
     """Return the sets a source gives: name and examples. Questions the model writes are kept in the output folder.
 
@@ -179,7 +212,7 @@ def _remember(engine: Engine, records: Sequence[Record], request: QualityRequest
     for name in request.config.options:
         option = reuse_option(name)
         recompute = option.recompute or engine.config.recompute
-        chunk_options = option.chunk_options(engine.config.chunk)
+        chunk_options = engine.resolve(option.chunk_options(engine.config.chunk))
         config = engine.config.of(engine.config, chunk=chunk_options, recompute=recompute)
         remember_loss(engine.loaded.weights_id, config, loss_of(records, name, _data_name(request)))
 

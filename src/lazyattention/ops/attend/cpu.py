@@ -28,6 +28,8 @@ def attend_cpu(
     """See `attend`; any device and float dtype works here, the CPU is what it is fast on."""
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     q_rows = q if plan.is_single_part else q.index_select(0, plan.row_tokens)
+    if plan.row_temperatures is not None:
+        q_rows = q_rows / plan.row_temperatures.to(q.dtype)[:, None, None]
     if plan.has_deltas and rotary.inv_freq is not None:
         turned = turn(q_rows, *plan.query_turns(rotary, accumulate), rotary)
     else:
@@ -57,6 +59,8 @@ def attend_cpu(
             _attend_causal(item_q, k, v, options.softmax_scale, outputs[rows], lses[rows])
         else:
             _attend_all(item_q, k, v, options.softmax_scale, outputs[rows], lses[rows])
+    if plan.row_biases is not None:
+        lses += plan.row_biases.to(lses.dtype)[:, None]  # as if added to each score
     return outputs, lses
 
 

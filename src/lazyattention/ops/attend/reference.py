@@ -39,8 +39,12 @@ def attend_reference(
                     k = turn(k, *turn_table(rotary.inv_freq, torch.tensor([amount]), dtype), rotary)
                 group = num_q_heads // num_kv_heads
                 score = (q[token].to(dtype) * k[0].repeat_interleave(group, 0)).sum(-1) * options.softmax_scale
+                if plan.row_temperatures is not None:
+                    score = score / plan.row_temperatures[row]
                 if options.logit_softcap is not None:
                     score = options.logit_softcap * torch.tanh(score / options.logit_softcap)
+                if plan.row_biases is not None:
+                    score = score + plan.row_biases[row]
                 lse = torch.logaddexp(lses[row], score)
                 keep, take = (lses[row] - lse).exp()[:, None], (score - lse).exp()[:, None]
                 outputs[row] = outputs[row] * keep + v.repeat_interleave(group, 0) * take
