@@ -92,6 +92,19 @@ def test_every_padded_length_is_prepared_at_start_up(monkeypatch):
         assert set(lens) == {48}
 
 
+def test_a_stock_kernel_that_fails_at_start_up_is_done_without(monkeypatch, caplog):
+    def broken(*_, **__):
+        raise RuntimeError("no such engine")
+
+    want = run_all(make_engine(), "rotate_query")
+    monkeypatch.setattr(attention, "causal_prefill_min_tokens", lambda *_: 8)
+    monkeypatch.setattr(attention, "causal_prefill", broken)
+    with kernel_engine(cuda_graphs=True) as engine:
+        assert_same_logits(run_all(engine, "rotate_query"), want)
+        engine.check_idle()
+    assert caplog.text.count("no such engine") == 1
+
+
 @pytest.mark.parametrize("kernel_for_unmasked_tiles", [False, True])
 def test_questions_over_stored_documents_are_replayed_beside_decodes(monkeypatch, kernel_for_unmasked_tiles):
     """Steps with a long question are prefill in their own graphs; short ones and decodes go along."""

@@ -251,7 +251,12 @@ class ModelRunner:
         for length in range(LONG, largest + LONG, LONG):
             step = self._planner.cold_step(min(length, largest))
             input_ids = torch.zeros(len(step.positions), dtype=torch.int64, device=self.device)
-            self._forward(input_ids, self._planner.plan(step), input_ids[:1])
+            try:
+                self._forward(input_ids, self._planner.plan(step), input_ids[:1])
+            except RuntimeError as error:
+                self._planner.leave_out_causal()
+                logger.warning("cold prompts do without torch's kernels, which costs speed only: %s", _reason(error))
+                return
 
     @torch.inference_mode()
     def _record_graphs(self, capture: Capture | None, config: EngineConfig) -> None:

@@ -93,6 +93,10 @@ class StepPlanner:
         positions = np.arange(num_tokens)
         return self._plans.step([nothing], np.array([num_tokens]), positions, np.full(num_tokens, -1))
 
+    def leave_out_causal(self) -> None:
+        """Plan without causal_prefill from now on."""
+        self._plans.for_causal = False
+
     def cold_step(self, num_tokens: int) -> HostStep:
         """Return a step with one text of which nothing is stored, for warming up; its KV goes to the first blocks."""
         range_id = self._plans.add_range(range(-(-num_tokens // self._block_size)), num_tokens, 0)

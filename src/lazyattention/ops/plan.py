@@ -113,7 +113,7 @@ class AttentionPlan:
         device: Where the tensors live.
         arrays: The step as flat arrays, in a plan made for the kernels, else None.
         host_positions: As positions, on the host.
-        host_slots: As slot_mapping, on the host.
+        host_slots: As slot_mapping, on the host; None = nothing goes through causal_prefill.
         blocks: int32, the block tables of `arrays` on the device, if they are there already.
         row_temperatures: float64 `[num_rows]`, what each row's scores are divided by; None = nothing is.
         row_biases: float64 `[num_rows]`, what is added to them; None likewise.
@@ -299,8 +299,9 @@ def plan_of_arrays(
     store_turns: np.ndarray | None,
     device: torch.device,
     blocks: torch.Tensor | None = None,
+    for_causal: bool = True,
 ) -> AttentionPlan:
-    """Return a plan for the kernels; arguments as in `make_plan` and `AttentionPlan`."""
+    """Return a plan for the kernels; arguments as in `make_plan` and `AttentionPlan`. `for_causal`: may use causal_prefill."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     columns = [positions, slot_mapping] if store_turns is None else [positions, slot_mapping, store_turns]
     sent = _to_device(np.stack(columns), device)
@@ -318,7 +319,7 @@ def plan_of_arrays(
         device=device,
         arrays=arrays,
         host_positions=positions,
-        host_slots=slot_mapping,
+        host_slots=slot_mapping if for_causal else None,
         blocks=blocks,
     )
 

@@ -93,6 +93,7 @@ class PlanBuilder:
         self._free_tables: dict[int, list[int]] = {}
         self._dirty: list[np.ndarray] = []
         self.blocks = torch.zeros(table_entries, dtype=torch.int32, device=self._device)
+        self.for_causal = True  # plans may make use of causal_prefill
         self._version = 0
         self._steps_in_version = 0
         self._structure_changed = True
@@ -199,6 +200,7 @@ class PlanBuilder:
             store_turns=step.store_turns,
             device=self._device,
             blocks=self.blocks,
+            for_causal=self.for_causal,
         )
         if self._last_plan is not None and self._last_plan[0] == step.version:
             plan._device_plans = self._last_plan[1]._device_plans
