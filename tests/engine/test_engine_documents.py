@@ -288,9 +288,9 @@ def test_a_deleted_document_is_not_remembered_by_the_tokeniser():
     document = Document("the lighthouse stands on the northern cape", id="secret")
     layout = engine.prompts.chat([{"role": "user", "content": "What?"}], [document])
     answer(engine, layout)
-    assert engine.prompts._document_spans.cache_info().currsize == 1
+    assert len(engine.prompts.memo) == 1
     engine.documents.delete("secret")
-    assert engine.prompts._document_spans.cache_info().currsize == 0
+    assert len(engine.prompts.memo) == 0
 
 
 # Scopes ---------------------------------------------------------------------------------------------------------------

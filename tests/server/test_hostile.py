@@ -276,3 +276,16 @@ async def test_nobody_is_redirected(client, path):
     response = await client.post(f"{path}/", json=chat_body(), headers={"host": "evil.example"})
     assert response.status_code in (404, 405)
     assert "location" not in response.headers
+
+
+async def test_no_tokenizer_remembers_a_deleted_document(engine):
+    async with client_of(engine, scopes=two_scopes()) as client:
+        upload = {"documents": [{"id": "x", "text": "the shared lamp"}]}
+        await client.post(DOCUMENTS, json=upload, headers=bearer("key-shared"))
+        for key in ("key-a", "key-b", "key-shared"):
+            body = chat_body(documents=[{"id": "x"}, f"a text of {key}"])
+            assert (await client.post(CHAT, json=body, headers=bearer(key))).status_code == 200
+        builders = client._transport.app.state.context._prompts._builders
+        assert sum(len(builder.memo) for scopes in builders for builder in scopes.values()) > 0
+        await client.delete(f"{DOCUMENTS}/x", headers=bearer("key-shared"))
+        assert sum(len(builder.memo) for scopes in builders for builder in scopes.values()) == 0

@@ -13,6 +13,7 @@ from typing import Any
 from lazyattention.config import ChunkOptions
 from lazyattention.documents.document import Document
 from lazyattention.documents.splitter import split_text
+from lazyattention.engine.span_memo import SpanMemo
 from lazyattention.errors import ConfigError, NotFoundError, RequestError
 from lazyattention.reuse import Chunking, PromptLayout, Span
 
@@ -60,7 +61,7 @@ class PromptBuilder:
         self._chat_template = PLAIN_CHAT_TEMPLATE if chat_template == "plain" else chat_template
         self._find_document = find_document
         self.chunking = functools.lru_cache(maxsize=_MEMO_SIZE)(self._chunking)
-        self._document_spans = functools.lru_cache(maxsize=_MEMO_SIZE)(self._tokenize_document)
+        self.memo = SpanMemo()
 
     def chat(
         self,
@@ -131,7 +132,7 @@ class PromptBuilder:
 
     def forget_documents(self) -> None:
         """Drop the memo of tokenised documents: it holds their texts."""
-        self._document_spans.cache_clear()
+        self.memo.clear()
 
     def document_spans(self, document: Document) -> list[Span]:
         """Return the spans a document contributes to any prompt, in order."""
@@ -254,7 +255,8 @@ class PromptBuilder:
     # Tokens ----------------------------------------------------------------------------------------------------------
 
     def _document_spans_of(self, document: Document) -> list[Span]:
-        return list(self._document_spans(document.text, document.title, document.document_id))
+        key = (document.text, document.title, document.document_id)
+        return list(self.memo.get(key, lambda: self._tokenize_document(*key)))
 
     def _tokenize_document(self, text: str, title: str | None, document_id: str) -> tuple[Span, ...]:
         if not text.strip():

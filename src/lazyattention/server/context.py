@@ -5,7 +5,7 @@ import asyncio
 import copy
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,8 +69,9 @@ class PromptPool:
     def __init__(self, engine: "Engine") -> None:
         """Copies the engine's tokenizer."""
         self._slots: queue.SimpleQueue[tuple[Any, dict[str, PromptBuilder]]] = queue.SimpleQueue()
-        for _ in range(_NUM_TOKENIZERS):
-            self._slots.put((copy.deepcopy(engine.loaded.tokenizer), {}))
+        self._builders: list[dict[str, PromptBuilder]] = [{} for _ in range(_NUM_TOKENIZERS)]
+        for builders in self._builders:
+            self._slots.put((copy.deepcopy(engine.loaded.tokenizer), builders))
         self._config = engine.config
         self._max_prompt_len = engine.max_model_len
 
@@ -89,6 +90,13 @@ class PromptPool:
             return work(builders[scope])
         finally:
             self._slots.put(slot)
+
+    def forget_documents(self, scopes: Collection[str]) -> None:
+        """Drop what is remembered of these scopes' documents; from any thread."""
+        for builders in self._builders:
+            for name, builder in list(builders.items()):
+                if name in scopes:
+                    builder.forget_documents()
 
 
 class ServerContext:
@@ -182,6 +190,11 @@ class ServerContext:
         """Begin the end: requests that come or wait are refused from now on."""
         self.admission.close()
         self.preparation.close()
+
+    def forget_documents(self, scope: str) -> None:
+        """A document of this scope was deleted: let no tokenizer remember its text, nor those of scopes that read it."""
+        scopes = self.config.scopes.values()
+        self._prompts.forget_documents([other.name for other in scopes if scope in (other.name, *other.reads)])
 
     @property
     def status(self) -> str:

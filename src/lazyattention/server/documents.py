@@ -175,6 +175,7 @@ class DocumentRoutes:
 
     async def _forget_kv(self, document_id: str, tenant: ScopeConfig) -> dict[str, Any] | None:
         """None: nothing is stored of it; its text was never computed, or is evicted."""
+        self._context.forget_documents(tenant.name)
         try:
             deleted = await self._context.engine.delete_document(document_id, scope=tenant.name)
         except NotFoundError:
