@@ -8,6 +8,7 @@ from tests.server.conftest import chat_body, client_of
 
 from fixtures.fake_engine import FakeEngine
 from fixtures.tiny_tokenizer import CHATML
+from lazyattention.config import EngineConfig
 from lazyattention.errors import CapacityError, LazyAttentionError, UnsupportedError
 
 pytestmark = pytest.mark.anyio
@@ -169,6 +170,19 @@ async def test_too_long_prompts_name_the_numbers():
         assert "limit is 40" in error["message"]
         error = await refused(client, 400, chat_body("x", max_tokens=39))
         assert "leaves room for" in error["message"]
+
+
+async def test_documents_at_the_same_positions_count_once():
+    engine = FakeEngine(max_model_len=200)
+    documents = ["the lighthouse stands on the northern cape " * 2] * 8
+    async with client_of(engine) as client:
+        await refused(client, 400, chat_body(documents=documents))
+    engine.engine.config = EngineConfig.of(positions="parallel")
+    async with client_of(engine) as client:
+        response = await client.post(CHAT, json=chat_body(documents=documents))
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["prompt_tokens"] > 200
+        await refused(client, 400, chat_body(documents=documents, reuse="never"))
 
 
 async def test_too_many_documents_are_refused(client):

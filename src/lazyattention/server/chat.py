@@ -42,7 +42,7 @@ async def prepare_chat(body: ChatBody, request: Request, context: ServerContext)
     is_single_call = bool(offered) and not _has_tool_grammar(body) and body.parallel_tool_calls is False
     params = to_sampling_params(
         body,
-        num_prompt_tokens=layout.num_tokens,
+        num_prompt_tokens=context.num_positions(layout, body.reuse or "auto"),
         max_model_len=context.model.max_model_len,
         vocab_size=context.model.vocab_size,
         processors=[processor] if processor else [],

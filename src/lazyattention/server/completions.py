@@ -40,7 +40,7 @@ async def prepare_completions(body: CompletionBody, request: Request, context: S
         layout = resolver.with_scopes(await context.text_layout(prompt, documents, tenant_of(request), deadline_s))
         params = to_sampling_params(
             body,
-            num_prompt_tokens=layout.num_tokens,
+            num_prompt_tokens=context.num_positions(layout, body.reuse or "auto"),
             max_model_len=context.model.max_model_len,
             vocab_size=context.model.vocab_size,
         )

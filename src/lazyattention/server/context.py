@@ -17,7 +17,7 @@ from lazyattention import __version__
 from lazyattention.documents.document import Document
 from lazyattention.engine.prompt import PromptBuilder
 from lazyattention.errors import EngineDeadError
-from lazyattention.reuse import PromptLayout
+from lazyattention.reuse import REUSE_METHODS, PromptLayout
 from lazyattention.server.config import ScopeConfig, ServerConfig
 from lazyattention.server.errors import DeadlineError, OverloadedError, ShuttingDownError, UnknownModelError
 from lazyattention.server.generation import Generator
@@ -35,6 +35,8 @@ T = TypeVar("T")
 # Tokenising and grammar compilation leave the event loop free; both release the GIL for most of their time.
 _NUM_WORKERS = 4
 _NUM_TOKENIZERS = 2
+# How many of the longest documents a prompt may hold at the same positions.
+_MAX_SIDE_BY_SIDE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,9 @@ class PromptPool:
         for builders in self._builders:
             self._slots.put((copy.deepcopy(engine.loaded.tokenizer), builders))
         self._config = engine.config
-        self._max_prompt_len = engine.max_model_len
+        # Documents that stand side by side take the positions of one.
+        is_parallel = engine.config.chunk.positions == "parallel"
+        self._max_prompt_len = engine.max_model_len * (_MAX_SIDE_BY_SIDE if is_parallel else 1)
 
     def use(self, scope: str, work: Callable[[PromptBuilder], T]) -> T:
         """Run `work` with a builder of this scope; waits while all tokenizers are in use."""
@@ -99,6 +103,20 @@ class PromptPool:
                     builder.forget_documents()
 
 
+class PromptPlanner:
+    """Plans prompts as the engine will."""
+
+    def __init__(self, engine: "Engine", prompts: PromptPool) -> None:
+        """Reads the engine's options."""
+        self._chunking = prompts.use("", lambda builder: builder.chunking(engine.config.chunk))
+        names = {"auto": engine.gate.reuse_method, "always": engine.config.reuse_method, "never": "full_recompute"}
+        self._methods = {reuse: REUSE_METHODS[name] for reuse, name in names.items()}
+
+    def num_positions(self, layout: PromptLayout, reuse: str) -> int:
+        """See ServerContext."""
+        return self._methods[reuse].plan(layout, self._chunking).num_positions
+
+
 class ServerContext:
     """The server's parts.
 
@@ -120,6 +138,7 @@ class ServerContext:
         self.config = config
         self._prompts = PromptPool(engine.engine)
         self.model = _model_card(engine.engine, config)
+        self._planner = PromptPlanner(engine.engine, self._prompts)
         max_running = config.max_running or engine.engine.config.scheduler.max_num_seqs
         self.admission = AdmissionQueue(max_running, config.max_waiting)
         self.metrics = Metrics()
@@ -185,6 +204,10 @@ class ServerContext:
         except (OverloadedError, DeadlineError, ShuttingDownError) as error:
             self.metrics.note_end(tenant.name, None, error)
             raise
+
+    def num_positions(self, layout: PromptLayout, reuse: str) -> int:
+        """Positions that a prompt takes, as the engine will count them: its tokens, if chunk options change nothing."""
+        return self._planner.num_positions(layout, reuse)
 
     def refuse_new(self) -> None:
         """Begin the end: requests that come or wait are refused from now on."""

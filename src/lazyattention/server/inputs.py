@@ -150,7 +150,7 @@ def to_sampling_params(
 
     Args:
         body: The request.
-        num_prompt_tokens: Length of its prompt.
+        num_prompt_tokens: Positions its prompt takes: its length, unless chunk options say otherwise.
         max_model_len: Longest prompt plus output.
         vocab_size: Token ids are below it.
         processors: Grammar masks.
