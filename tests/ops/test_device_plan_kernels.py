@@ -14,7 +14,7 @@ from lazyattention.ops._tiles import TileShape
 from lazyattention.ops.attend import AttendOptions, attend
 from lazyattention.ops.device_plan import lay_out
 from tests.ops.layouts import random_step, rotary_of
-from tests.ops.test_attend import CASES, NO_ROPE, dense_oracle
+from tests.ops.test_attend import CASES, KERNEL_CASES, NO_ROPE, dense_oracle
 
 
 def run_kernel_plan(step, rotary, options, sinks=None, plan=None):
@@ -36,7 +36,7 @@ def run_kernel_plan(step, rotary, options, sinks=None, plan=None):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KERNEL_CASES)
 @pytest.mark.parametrize("queries", [((0, 4), (1, 1), (2, 7)), ((3, 41), (0, 1), (150, 2))], ids=["few", "many"])
 def test_plan_for_kernels_equals_dense_attention(case, queries):
     step_options, rotary_options, attend_options = CASES[case]

@@ -13,7 +13,7 @@ from lazyattention.ops.rotate.reference import copy_turned_reference
 from lazyattention.ops.static_plan import StaticCapacity, StaticPlan
 from tests.ops.decoding import Decoding
 from tests.ops.layouts import random_step, rotary_of
-from tests.ops.test_attend import CASES, NO_ROPE, dense_oracle
+from tests.ops.test_attend import CASES, KERNEL_CASES, NO_ROPE, dense_oracle
 from tests.ops.test_device_plan_kernels import run_kernel_plan
 
 pytest.importorskip("triton")
@@ -53,7 +53,7 @@ def relative_error(got, want):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KERNEL_CASES)
 @pytest.mark.parametrize("queries", [((0, 2), (5, 1), (1, 1)), ((3, 18),)], ids=["decode", "prefill"])
 def test_kernels_equal_dense_attention(case, queries):
     step_options, rotary_options, attend_options = CASES[case]
