@@ -227,3 +227,26 @@ def test_nothing_is_cut_off_on_a_narrow_phone(browser, server, width):
             for cell in page.locator(f"{table} :is(button, td):visible").all():
                 box = cell.bounding_box()
                 assert box["x"] + box["width"] <= width, (table, cell.inner_text())
+
+
+def test_the_focus_stays_in_the_table_and_ids_may_hold_anything(page, server):
+    import httpx
+
+    documents = [{"id": name, "text": f"about {name}"} for name in ("a?b#c", "50%/x", "é&+", "last")]
+    httpx.post(f"{server.url}/v1/documents", json={"documents": documents}, timeout=30)
+    page.reload()
+    sync_api.expect(page.locator("#store tr")).to_have_count(4)
+
+    def focused():
+        return page.evaluate("document.activeElement.getAttribute('aria-label')")
+
+    for name in ("a?b#c", "50%/x", "é&+", "last"):
+        page.get_by_role("button", name=f"Pin {name}", exact=True).focus()
+        page.keyboard.press("Enter")
+        sync_api.expect(page.get_by_role("button", name=f"Unpin {name}", exact=True)).to_be_focused()
+    for number, name in enumerate(("a?b#c", "last", "50%/x", "é&+")):
+        page.get_by_role("button", name=f"Delete {name}", exact=True).focus()
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator("#store tr")).to_have_count(3 - number)
+        assert focused() is not None
+    assert focused() == "Table of stored documents"

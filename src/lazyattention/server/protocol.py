@@ -49,6 +49,8 @@ def _short_dict(limit: int) -> BeforeValidator:
 def _check_id(value: str) -> str:
     if not all(char.isprintable() for char in value):
         raise ValueError("must not contain line breaks or other characters that cannot be printed")
+    if value in (".", ".."):
+        raise ValueError("must not be '.' or '..', which clients take out of paths")
     return value
 
 

@@ -153,7 +153,9 @@ async function refresh() {
 
 function drawStore() {
   // Redrawing would take the focus from whoever is on a button of the table.
-  const focused = $("store").contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+  const buttons = () => [...$("store").querySelectorAll("button")];
+  const place = buttons().indexOf(document.activeElement);
+  const focused = document.activeElement.getAttribute("aria-label");
   $("store").replaceChildren(...state.stored.map((entry) => {
     const name = nameOf(entry);
     const isChosen = state.chosen.includes(entry.id);
@@ -161,8 +163,8 @@ function drawStore() {
       element("button", { type: "button", "aria-label": `Add ${name} to the prompt`, disabled: isChosen, onclick: guarded(async () => { state.chosen.push(entry.id); state.results.clear(); drawChosen(); drawStore(); announce(`${name} is number ${state.chosen.length} in the prompt`); }) }, isChosen ? "Added" : "Add"));
     if (!entry.is_read_only) {
       actions.append(
-        element("button", { type: "button", class: "plain", "aria-label": `${entry.is_pinned ? "Unpin" : "Pin"} ${name}`, disabled: !entry.is_stored, onclick: guarded(async () => { await call(`/v1/documents/${encodeURI(entry.id)}/${entry.is_pinned ? "unpin" : "pin"}`, { method: "POST", body: entry.is_pinned ? undefined : "{}" }); await refresh(); }) }, entry.is_pinned ? "Unpin" : "Pin"),
-        element("button", { type: "button", class: "plain", "aria-label": `Delete ${name}`, onclick: guarded(async () => { const answer = await (await call(`/v1/documents/${encodeURI(entry.id)}`, { method: "DELETE" })).json(); await refresh(); drawChosen(); announce(`Deleted ${name}, ${bytes(answer.num_freed_bytes)} freed`); }) }, "Delete"));
+        element("button", { type: "button", class: "plain", "aria-label": `${entry.is_pinned ? "Unpin" : "Pin"} ${name}`, disabled: !entry.is_stored, onclick: guarded(async () => { await call(`/v1/documents/${encodeURIComponent(entry.id)}/${entry.is_pinned ? "unpin" : "pin"}`, { method: "POST", body: entry.is_pinned ? undefined : "{}" }); await refresh(); }) }, entry.is_pinned ? "Unpin" : "Pin"),
+        element("button", { type: "button", class: "plain", "aria-label": `Delete ${name}`, onclick: guarded(async () => { const answer = await (await call(`/v1/documents/${encodeURIComponent(entry.id)}`, { method: "DELETE" })).json(); await refresh(); drawChosen(); announce(`Deleted ${name}, ${bytes(answer.num_freed_bytes)} freed`); }) }, "Delete"));
     }
     return element("tr", {},
       element("td", { class: "document" }, name, ...(entry.is_pinned ? [" ", element("span", { class: "badge" }, "pinned")] : [])),
@@ -172,7 +174,11 @@ function drawStore() {
       element("td", { class: "number" }, entry.num_hits === null ? "–" : String(entry.num_hits)),
       element("td", {}, actions));
   }));
-  if (focused) [...$("store").querySelectorAll("button")].find((button) => button.getAttribute("aria-label") === focused)?.focus();
+  if (place < 0) return;
+  const usable = (button) => !button.disabled;
+  // The same button, or the one in its place ("Pin" becomes "Unpin"), or the nearest one that is left.
+  const same = buttons().find((button) => usable(button) && button.getAttribute("aria-label") === focused);
+  (same ?? buttons().slice(place).find(usable) ?? buttons().findLast(usable) ?? $("store").closest(".scroll")).focus();
 }
 
 async function upload(documents) {
