@@ -204,6 +204,9 @@ def test_failure_that_is_no_misuse_exits_with_1_and_interruption_with_130(monkey
 
     result = fail(UnsupportedError("no such [thing]; do that"))
     assert (result.exit_code, result.stderr) == (1, "error: no such [thing]; do that\n")
+    result = fail(PermissionError(13, "Permission denied", "some/file"))
+    assert (result.exit_code, result.stderr) == (1, "error: Permission denied: 'some/file'\n")
+    assert type(fail(OSError("no file is named: a fault of ours")).exception) is OSError
     result = fail(KeyboardInterrupt())
     assert result.exit_code == 130
     assert "interrupted" in result.stderr

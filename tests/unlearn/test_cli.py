@@ -211,3 +211,47 @@ def test_a_written_model_is_an_ordinary_transformers_folder(typed, workplace):
     typed(f"run -m model {sets(holdout=False)} -o plain {QUICK} --metrics none --answers 0")
     model = AutoModelForCausalLM.from_pretrained(workplace / "plain/model")
     assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_what_would_fail_at_the_end_fails_at_the_start(typed, workplace):
+    (workplace / "file").write_text("")
+    (workplace / "broken").mkdir()
+    (workplace / "broken" / "ledger.jsonl").write_text("no entry\n")
+    for line, error, message in [
+        ("-o file", ConfigError, "cannot write to 'file': File exists; give another folder"),
+        ("-o file/out", ConfigError, "cannot write to 'file/out': Not a directory"),
+        ("-o early --probes relearning", ConfigError, "unknown probe 'relearning'; did you mean 'relearn'"),
+        ("-o early --metrics rouge", ConfigError, "unknown metric 'rouge'"),
+        ("-o early --ledger broken/ledger.jsonl", RequestError, "line 1: not a ledger entry"),
+    ]:
+        with pytest.raises(error, match=re.escape(message)):
+            typed(f"run -m model {sets()} {QUICK} {line}")
+    with pytest.raises(RequestError, match="objective 'graddiff' needs a retain set"):
+        typed(f"run -m model --forget forget.jsonl -o early {QUICK}")
+    assert not list(workplace.glob("early/*"))
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
+def test_a_model_that_was_written_is_on_record_whatever_ends_its_measuring(typed, workplace, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    output = f"unmeasured_{type(error).__name__}"
+    monkeypatch.setattr("lazyattention.unlearn.workflow.run_probes", fail)
+    line = f"run -m model {sets()} -o {output} {QUICK} {METRICS} --probes quantize --answers 0".split()
+    result = CliRunner().invoke(unlearn_app, line)
+    assert result.exit_code != 0
+    assert (workplace / output / "model" / "model.safetensors").exists()
+    said = f"{type(error).__name__}: {error}"
+    assert read_ledger(workplace / "ledger.jsonl")[-1]["measuring_failed"] == said
+    assert f"not measured to the end</b> – {said}" in (workplace / output / "report.html").read_text()
+    assert json.loads((workplace / output / "results.json").read_text())["metrics"]["after"]["summary"]
+
+
+def test_a_model_that_never_knew_is_called_out(typed, workplace, caplog):
+    typed(f"run -m model {sets()} -o knew {QUICK} --metrics none --answers 0 -s guards.target=0.001")
+    assert "the original model is at the target already (loss 0.001)" in caplog.text
+    decision = json.loads((workplace / "knew/results.json").read_text())["decision"]
+    assert decision["was_at_target"]
+    assert "THE ORIGINAL MODEL WAS THERE ALREADY" in decision["reason"]
+    assert "<div class='decision open'>" in (workplace / "knew/report.html").read_text()

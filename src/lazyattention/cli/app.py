@@ -47,6 +47,12 @@ class _Group(TyperGroup):
             err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
             is_usage = isinstance(error, (ConfigError, NotFoundError, RequestError))
             raise typer.Exit(2 if is_usage else 1) from error
+        except OSError as error:
+            # A file the user named; anything else is a fault of ours and shows where it is.
+            if ctx.params.get("debug") or error.filename is None:
+                raise
+            err.print(f"[bold red]error:[/] {escape(f'{error.strerror}: {error.filename!r}')}", soft_wrap=True)
+            raise typer.Exit(1) from error
         except KeyboardInterrupt:
             if ctx.params.get("debug"):
                 raise

@@ -136,4 +136,12 @@ def decide(result: UnlearnResult, *, is_refused: bool, is_forced: bool) -> dict[
         reason += "; no target was given"
     else:
         reason += "; the target was reached" if reached else "; THE TARGET WAS NOT REACHED"
-    return {"status": "written (forced)" if is_forced else "written", "target_reached": reached, "reason": reason}
+    was_at_target = guard.target_reached(guard.before)
+    if was_at_target:
+        reason += ", BUT THE ORIGINAL MODEL WAS THERE ALREADY: it may never have known what was to be forgotten"
+    return {
+        "status": "written (forced)" if is_forced else "written",
+        "target_reached": reached,
+        "was_at_target": was_at_target,
+        "reason": reason,
+    }

@@ -232,12 +232,12 @@ def attribute(
     config = build_config(method, config_file, options, seed, device)
     if not config.needs_attribution:
         raise ConfigError(f"method {method!r} needs no attribution; choose another method or control")
+    workflow.prepare_folder(output)
     sets = workflow.load_sets(forget, retain, None)
     loaded = load_trainable(model, config.train, adapter=adapter)
     workflow.print_cost(loaded, sets, config, _err)
     scores = run_attribution(loaded.model, loaded.tokenizer, sets, config, progress=Progress(is_enabled=progress))
     mask, share = choose_neurons(loaded.model, scores, config)
-    output.mkdir(parents=True, exist_ok=True)
     scores.save(output / "attribution.safetensors")
     mask.save(output / "neuron_mask.safetensors")
     table = Table("layer", "selected", "of", "residual")
@@ -300,11 +300,12 @@ def probe(
     progress: _Progress = True,
 ) -> None:
     """Attack a model: relearning, quantisation, paraphrases, prefixes."""
+    workflow = _workflow()
     from lazyattention.unlearn.config import TrainConfig
     from lazyattention.unlearn.loading import load_trainable
     from lazyattention.unlearn.probes import run_probes
 
-    _quiet_transformers()
+    workflow.prepare_folder(output.parent)
     with _explained():
         config = TrainConfig(device=device)
         first = load_trainable(model, config, adapter=adapter)
@@ -368,6 +369,7 @@ def compare(
 ) -> None:
     """Methods, controls and seeds at matched forgetting: does the choice of neurons matter here?"""
     workflow = _workflow()
+    workflow.prepare_folder(output)
     from lazyattention.unlearn.compare import Arm, CompareOptions
     from lazyattention.unlearn.compare import compare as run_comparison
     from lazyattention.unlearn.loading import load_trainable
@@ -388,7 +390,6 @@ def compare(
         CompareOptions(seeds=tuple(range(seeds)), level_metric=level_metric, level=level),
         progress=Progress(is_enabled=progress),
     )
-    output.mkdir(parents=True, exist_ok=True)
     (output / "comparison.json").write_text(json.dumps(comparison, indent=1), encoding="utf-8")
     (output / "comparison.html").write_text(render_comparison(comparison), encoding="utf-8")
     print_comparison(comparison, _out)

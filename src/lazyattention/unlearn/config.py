@@ -403,4 +403,6 @@ def _convert(name: str, text: str, hint: Any) -> Any:  # noqa: ANN401 - types ar
             return tuple(float(part) for part in text.split(","))
         return hint(text)
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"{name} cannot be read from {text!r}: it must be {hint}") from error
+        raise ConfigError(
+            f"{name} cannot be read from {text!r}: it must be {getattr(hint, '__name__', hint)}"
+        ) from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lazyattention.unlearn.metrics import METRICS
 from lazyattention.unlearn.plots import plot_comparison, plot_neurons, plot_steps, plot_trajectory
 from lazyattention.unlearn.purge import describe_purge
 
@@ -21,7 +22,8 @@ th { color: #475569; font-weight: 600; } td.n { font-variant-numeric: tabular-nu
 .decision.bad { border-color: #b91c1c; background: #fef2f2; } .decision.open { border-color: #b45309; background: #fffbeb; }
 .note { color: #475569; font-size: .9rem; } .warn { border-left: 5px solid #b45309; background: #fffbeb; padding: .6rem 1rem; }
 code { font-size: .86rem; overflow-wrap: anywhere; } svg { width: 100%; height: auto; }
-table.even { table-layout: fixed; } td { overflow-wrap: anywhere; }
+table.even { table-layout: fixed; } td { overflow-wrap: anywhere; } table:not(.even) td:first-child { overflow-wrap: normal; }
+@media (max-width: 45rem) { table { display: block; overflow-x: auto; } td { min-width: 5rem; } }
 details { margin: .5rem 0; } summary { cursor: pointer; color: #1d4ed8; } ul { padding-left: 1.2rem; }
 """
 
@@ -46,6 +48,7 @@ def render_report(record: Mapping[str, Any]) -> str:
         f"<h1>Unlearning report</h1><p class=note>request <code>{_e(record['request_id'])}</code> · model "
         f"{_e(record['model']['name'])} · {_e(_device(record['environment']))}</p>",
         _decision(record["decision"]),
+        _failure(record.get("measuring_failed")),
         _summary_table(record),
         "<h2>What this report does not claim</h2><ul>"
         + "".join(f"<li>{_e(text)}</li>" for text in record["non_claims"])
@@ -105,9 +108,15 @@ def _short(text: str) -> str:
 
 def _decision(decision: Mapping[str, Any]) -> str:
     kind = "bad" if decision["status"] == "refused" or "forced" in decision["status"] else ""
-    if not kind and not decision.get("target_reached"):
+    if not kind and (not decision.get("target_reached") or decision["was_at_target"]):
         kind = "open"
     return f"<div class='decision {kind}'><b>{_e(decision['status'])}</b> – {_e(decision['reason'])}</div>"
+
+
+def _failure(reason: str | None) -> str:
+    if reason is None:
+        return ""
+    return f"<div class='decision bad'><b>not measured to the end</b> – {_e(reason)}</div>"
 
 
 def _summary_table(record: Mapping[str, Any]) -> str:
@@ -139,15 +148,26 @@ def _metrics_table(metrics: Mapping[str, Mapping[str, Any]]) -> str:
     skipped = metrics.get("after", metrics["before"]).get("skipped", {})
     note = "".join(f"<li>{_e(name)}: {_e(reason)}</li>" for name, reason in skipped.items())
     more = f"<details><summary>not computed</summary><ul class=note>{note}</ul></details>" if note else ""
-    return _table(("metric / set", "before", "after", "change"), rows) + more
+    return _table(("metric / set", "before", "after", "change"), rows) + _how_to_read(rows) + more
+
+
+def _how_to_read(rows: Sequence[tuple[Any, ...]]) -> str:
+    """What a higher value of each metric means, and what is wanted."""
+    names = dict.fromkeys(str(row[0]).partition("/")[0] for row in rows)
+    lines = "".join(
+        f"<li><code>{_e(name)}</code>, {_e(METRICS[name].unit)}: {_e(METRICS[name].direction)}</li>"
+        for name in names
+        if name in METRICS
+    )
+    return f"<details><summary>how to read them</summary><ul class=note>{lines}</ul></details>"
 
 
 def _answers(answers: Mapping[str, Sequence[Mapping[str, str]]] | None) -> str:
     if not answers:
         return ""
     parts = [
-        "<h2>Answers before and after</h2><p class=warn>This section quotes text that was to be forgotten. Remove it "
-        "(run with no answers) before the report is passed on.</p>"
+        "<h2>Answers before and after</h2><p class=warn>This section quotes text that was to be forgotten. Before the "
+        "report is passed on, <code>lazyattention unlearn report FOLDER --no-answers</code> leaves it out.</p>"
     ]
     for name, rows in answers.items():
         lines = [tuple(_short(row[key]) for key in ("question", "expected", "before", "after")) for row in rows]
@@ -241,6 +261,6 @@ def _provenance(record: Mapping[str, Any]) -> str:
         ("neuron mask", record["training"]["neurons"]["digest"]),
         ("ledger entry", record.get("ledger", {}).get("hash", "–")),
         ("store purge", describe_purge(record["purge"]) if record.get("purge") else "none asked for"),
-        *((name, _shown(value)) for name, value in record["environment"].items()),
+        *((name.replace("_", " "), _shown(value)) for name, value in record["environment"].items()),
     ]
     return "<h2>Provenance</h2>" + _table(("", ""), rows)

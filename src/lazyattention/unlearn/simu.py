@@ -242,13 +242,18 @@ def encode_sets(tokenizer: PreTrainedTokenizerBase, sets: UnlearnSets, config: U
     forget = list(sets.forget)
     if OBJECTIVES[config.objective.name].needs_idk:
         forget = with_idk_answers(forget)
+    retain = _encode(tokenizer, list(sets.retain), config) if check_retain_set(sets, config) else []
+    return TrainingSets(_encode(tokenizer, forget, config), retain, pad_id_of(tokenizer))
+
+
+def check_retain_set(sets: UnlearnSets, config: UnlearnConfig) -> bool:
+    """Return whether the objective reads the retain set; RequestError if it does and there is none."""
     uses_retain = OBJECTIVES[config.objective.name].retain_kind(config.objective) != "none"
     if uses_retain and not sets.retain:
         raise RequestError(
             f"objective {config.objective.name!r} needs a retain set; give one, or set objective.retain_weight to 0"
         )
-    retain = _encode(tokenizer, list(sets.retain), config) if uses_retain else []
-    return TrainingSets(_encode(tokenizer, forget, config), retain, pad_id_of(tokenizer))
+    return uses_retain
 
 
 def with_idk_answers(examples: Sequence[QAExample]) -> list[QAExample]:

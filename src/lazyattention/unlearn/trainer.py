@@ -197,6 +197,13 @@ class UnlearnTrainer(Trainer):
         """Train until the schedule or a guard ends it; the model holds the accepted weights afterwards."""
         if resume_from is None:
             self.guard.start()
+            if self.guard.target_reached(self.guard.before):
+                logger.warning(
+                    "the original model is at the target already (%s %.3g): it may never have known what is to be "
+                    "forgotten; look at the answers before, or set guards.target",
+                    self.guard.config.target_metric,
+                    self.guard.target,
+                )
         self.train(resume_from_checkpoint=resume_from)
         self.guard.finish(self.state.global_step)
         self.guard_model.eval()

@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,15 +25,15 @@ from lazyattention.unlearn.config import UnlearnConfig
 from lazyattention.unlearn.data import QAExample, load_examples
 from lazyattention.unlearn.delta import change_by_delta, write_delta
 from lazyattention.unlearn.guards import CollapseError
-from lazyattention.unlearn.ledger import append_entry
+from lazyattention.unlearn.ledger import append_entry, read_ledger
 from lazyattention.unlearn.loading import TrainableModel, load_trainable
-from lazyattention.unlearn.metrics import EvalOptions, evaluate
+from lazyattention.unlearn.metrics import METRICS, EvalOptions, evaluate
 from lazyattention.unlearn.metrics.progress import Progress
 from lazyattention.unlearn.presets import CONTROLS
-from lazyattention.unlearn.probes import run_probes
+from lazyattention.unlearn.probes import PROBES, run_probes
 from lazyattention.unlearn.purge import DeleteDocument, describe_purge, request_purge
 from lazyattention.unlearn.report import write_report
-from lazyattention.unlearn.simu import UnlearnResult, UnlearnSets, attribution_cost, unlearn
+from lazyattention.unlearn.simu import UnlearnResult, UnlearnSets, attribution_cost, check_retain_set, unlearn
 from lazyattention.utils.environment import describe_environment
 
 FORMATS = ("model", "adapter")
@@ -98,8 +99,9 @@ class UnlearnRequest:
             )
         if self.output_format == "model" and self.config.train.quantize != "none":
             raise ConfigError("a quantised base cannot be written back exactly; use format 'adapter'")
-        for name in self.controls:
-            CONTROLS[name]
+        for registry, names in ((CONTROLS, self.controls), (METRICS, self.metrics), (PROBES, self.probes)):
+            for name in names or ():
+                registry[name]  # an unknown name fails before anything is computed
         if (self.output / "results.json").exists() and not self.resume:
             raise ConfigError(f"{self.output} holds the result of another run; give another output folder")
 
@@ -132,8 +134,11 @@ def run_request(
     """
     config, is_main = request.config, PartialState().is_main_process
     sets = load_sets(request.forget, request.retain, request.holdout)
+    check_retain_set(sets, config)
     splits = _splits(sets)
-    request.output.mkdir(parents=True, exist_ok=True)
+    prepare_folder(request.output)
+    prepare_folder(request.ledger_path.parent)
+    read_ledger(request.ledger_path)  # one that does not verify is named before hours of work
     progress = Progress(is_enabled=request.progress)
     loaded = load_trainable(request.model, config.train, adapter=request.adapter)
     console.print(f"model {loaded.name} on {loaded.model.device}; " + _sizes(splits))
@@ -175,21 +180,40 @@ def run_request(
     collapse = _collapse(result)
     is_refused = collapse is not None and not request.is_forced
     record["decision"] = audit.decide(result, is_refused=is_refused, is_forced=collapse is not None)
+    failure: BaseException | None = collapse if is_refused else None
     if not is_refused:
         model = _write_outputs(request, loaded, result, record)
-        record["metrics"]["after"] = _evaluate(model, loaded, splits, request, "after")
-        after = audit.sample_answers(model, loaded.tokenizer, _shown(sets), config, request.num_answers)
-        record["answers"] = _pair_answers(answers, after)
-        result.model = model
-        _extras(request, loaded, result, sets, record, console)
+        try:
+            record["metrics"]["after"] = _evaluate(model, loaded, splits, request, "after")
+            after = audit.sample_answers(model, loaded.tokenizer, _shown(sets), config, request.num_answers)
+            record["answers"] = _pair_answers(answers, after)
+            result.model = model
+            _extras(request, loaded, result, sets, record, console)
+        except BaseException as error:
+            # The model is written: whatever ended its measuring, ledger and report have to say that it exists.
+            failure = error
+            record["measuring_failed"] = f"{type(error).__name__}: {error}"
     _record_in_ledger(request, record, delete_document)
     if "purge" in record:
         console.print(f"store: {describe_purge(record['purge'])}", markup=False)
     write_report(record, request.output)
     console.print(f"{record['decision']['status']}: {request.output / 'report.html'}")
-    if collapse is not None and is_refused:
-        raise collapse
+    if failure is not None:
+        raise failure
     return record
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make an output folder and try to write in it.
+
+    Raises:
+        ConfigError: It cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}; give another folder") from error
 
 
 def print_cost(loaded: TrainableModel, sets: UnlearnSets, config: UnlearnConfig, console: Console) -> None:
@@ -339,6 +363,7 @@ def _record_in_ledger(request: UnlearnRequest, record: dict[str, Any], delete_do
         "num_changed": training["num_changed"],
         "neuron_mask_digest": training["neurons"]["digest"],
         "metrics": {when: result.get("summary") for when, result in record["metrics"].items()},
+        "measuring_failed": record.get("measuring_failed"),
         "purge": record.get("purge"),
     }
     record["ledger"] = {"path": str(ledger), "hash": append_entry(ledger, entry)["hash"]}

@@ -32,7 +32,7 @@ class Registry(Mapping[str, T]):
         if name in self._items:
             return self._items[name]
         near = difflib.get_close_matches(name, self._items, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"unknown {self._kind} {name!r}{hint} Known: {', '.join(sorted(self._items))}")
 
     def __contains__(self, name: object) -> bool:
