@@ -29,7 +29,8 @@ MIN_LARGEST_SIZE = 256
 PREFILL_SIZES = (16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # To begin with; a step with more makes its graph grow.
 _RANGES_PER_TOKEN = 12
-_DECODES_BESIDE_PREFILL = 16
+_DECODES_BESIDE_PREFILL = 32
+_MANY_TASKS_BESIDE_PREFILL = 64
 _MAX_TILES = 1024
 _MAX_GROWTHS = 8
 
@@ -200,7 +201,7 @@ class GraphRunner:
             num_tokens=kind.size,
             max_rows=max_rows,
             max_few_tasks=max_tasks,
-            max_many_tasks=0 if kind.has_prefill or kind.size <= fewest else max_tasks,
+            max_many_tasks=_MANY_TASKS_BESIDE_PREFILL if kind.has_prefill else max_tasks * (kind.size > fewest),
             max_parts=2 * max_rows + 256,
             has_unturned=kind.has_unturned,
         )
