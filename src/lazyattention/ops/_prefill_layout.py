@@ -259,13 +259,13 @@ def _cut(
 def _part_tiles(work: np.ndarray, spec: LayoutSpec) -> int:
     """Return the part length, in key tiles, for which all programs are done soonest."""
     longest = max(1, int(work.max()))
+    part_tiles = -(-longest // np.arange(1, min(longest, _MAX_PARTS) + 1))
+    num_tasks = np.maximum(1, -(-work // part_tiles[:, None])).sum(1) * spec.num_kv_heads
+    times = -(-num_tasks // spec.num_programs) * (part_tiles + _PROGRAM_TILES)
     best, best_time = longest, float("inf")
-    for num_parts in range(1, min(longest, _MAX_PARTS) + 1):
-        part_tiles = -(-longest // num_parts)
-        num_tasks = int(np.maximum(1, -(-work // part_tiles)).sum()) * spec.num_kv_heads
-        time = -(-num_tasks // spec.num_programs) * (part_tiles + _PROGRAM_TILES)
+    for tiles, tasks, time in zip(part_tiles.tolist(), num_tasks.tolist(), times.tolist(), strict=True):
         if time < best_time * 0.97:  # more parts must pay for their merge
-            best, best_time = part_tiles, time
-        if num_tasks > 8 * spec.num_programs:
+            best, best_time = tiles, time
+        if tasks > 8 * spec.num_programs:
             break
     return best
