@@ -18,7 +18,7 @@ not depend on them:
 import argparse
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,13 @@ from tasks import TASKS
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.workflow import REPORT_NAME, SAMPLES_NAME, AdaptRequest, prepare_samples, run_adapt
 from lazyattention.config import ChunkOptions, EngineConfig
+from lazyattention.engine.calibration import find_calibration, remember_calibration
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.scoring import score
 from lazyattention.models.loaded_model import LoadedModel
 from lazyattention.models.loader import load_model
+from lazyattention.quality.calibrate import calibrate
+from lazyattention.quality.datasets import build_dataset
 from lazyattention.quality.measure import MeasureConfig, measure, read_records
 from lazyattention.quality.options import FULL_ATTENTION, reuse_option
 from lazyattention.quality.report import loss_of, summarize, summarize_against
@@ -126,6 +129,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--train", default="nq-train:nq-open-oracle.jsonl.gz", help="data set and file in the folder")
     parser.add_argument("--train-questions", type=int, default=1200)
     parser.add_argument("--train-documents", type=int, nargs=2, default=(10, 10))
+    parser.add_argument(
+        "--calibration-questions", type=int, default=24, help="of the training set, per calibrated option"
+    )
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
     parser.add_argument("--max-steps", type=int, default=150)
     parser.add_argument("--eval-steps", type=int, default=15)
@@ -197,6 +203,7 @@ def measure_stage(arguments: argparse.Namespace, loaded: LoadedModel, stage: str
     numbers = dict(zip(arguments.tasks, arguments.num_questions, strict=True))
     for max_chunk_len in sorted({TASKS[name].max_chunk_len for name in arguments.tasks}, reverse=True):
         engine = Engine(loaded, engine_config(arguments, max_chunk_len=max_chunk_len))
+        calibrate_options(arguments, engine, result.setdefault("calibrations", {}).setdefault(stage, {}))
         for name, num_questions in numbers.items():
             if TASKS[name].max_chunk_len != max_chunk_len:
                 continue
@@ -214,6 +221,32 @@ def measure_stage(arguments: argparse.Namespace, loaded: LoadedModel, stage: str
         del engine
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def calibrate_options(arguments: argparse.Namespace, engine: Engine, found: dict[str, Any]) -> None:
+    """Find temperature and bias for the options that ask for them, on questions of the training set."""
+    for name in arguments.options:
+        options = reuse_option(name).chunk_options(engine.config.chunk)
+        if not options.calibrated:
+            continue
+        config = engine.config.of(engine.config, chunk=replace(options, calibrated=False))
+        calibration = find_calibration(engine.loaded.weights_id, config, options)
+        if calibration is None:
+            examples = build_dataset(
+                train_data(arguments),
+                num_documents=arguments.train_documents[1],
+                num_questions=arguments.calibration_questions,
+            )
+            measure_config = MeasureConfig(max_tokens=arguments.max_tokens)
+            calibration = calibrate(engine, examples, config.chunk, measure_config, data=arguments.train)
+            remember_calibration(engine.loaded.weights_id, config, calibration)
+        found[f"{name}, chunks of {engine.config.cache.max_chunk_len}"] = asdict(calibration)
+
+
+def train_data(arguments: argparse.Namespace) -> str:
+    """Return the training set as `build_dataset` reads it."""
+    name, _, file = arguments.train.partition(":")
+    return f"{name}:{arguments.data_folder / file}" if file else name
 
 
 def plain_text_nlls(arguments: argparse.Namespace, engine: Engine) -> list[float]:
@@ -254,9 +287,8 @@ def adapt_stage(arguments: argparse.Namespace, loaded: LoadedModel, adapter: Pat
 
 def adapt_request(arguments: argparse.Namespace, output: Path, num_questions: int) -> AdaptRequest:
     """What to adapt to and how."""
-    name, _, file = arguments.train.partition(":")
     return AdaptRequest(
-        data=(f"{name}:{arguments.data_folder / file}" if file else name,),
+        data=(train_data(arguments),),
         output=output,
         num_questions=num_questions,
         num_documents=tuple(arguments.train_documents),

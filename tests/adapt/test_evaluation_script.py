@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.tiny_models import save_tiny, tiny_model
+from lazyattention import envs
 
 
 @pytest.fixture
@@ -31,6 +32,8 @@ def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
     arguments = f"--model {folder} --data-folder {tmp_path} --out {tmp_path / 'out'} --tasks needle-2 --num-questions 3"
     arguments += " --train needle --train-questions 6 --train-documents 2 2 --max-steps 2 --eval-steps 1 --rank 4"
     arguments += " --max-tokens 3 --group-size 3 --num-plain 2 --num-blocks 1200"
+    arguments += " --options after_preamble isolated parallel+calibrated --calibration-questions 4"
+    monkeypatch.setattr(envs, "CACHE_DIR", tmp_path / "cache")
     monkeypatch.setattr(sys, "argv", ["gpu_adapt.py", *arguments.split()])
     script.main()
     result = json.loads((tmp_path / "out" / "model-adapt.json").read_text())
@@ -42,6 +45,11 @@ def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
     against = result["against_unadapted_full"]["needle-2"]["options"]["isolated"]["gold_nll"]["difference"]
     assert against["mean"] == pytest.approx(after - before)
     assert len(result["plain_text_nll"]["adapted"]) == 2
+    # An adapter is other weights: calibrated anew.
+    for stage in ("unadapted", "adapted"):
+        (calibration,) = result["calibrations"][stage].values()
+        assert calibration["kl"] <= calibration["kl_before"]
+    assert len(list((tmp_path / "cache" / "quality").iterdir())) == 2
     assert "needle-2" in capsys.readouterr().out
     # Started again, it measures and trains nothing anew.
     adapt_stage = script.adapt_stage

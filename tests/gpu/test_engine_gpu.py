@@ -9,7 +9,7 @@ import torch
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, drain, prompt
 from fixtures.tiny_models import tiny_model
 from fixtures.tiny_tokenizer import tiny_tokenizer
-from lazyattention.config import EngineConfig
+from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.models.loaded_model import wrap_model
@@ -35,10 +35,10 @@ def engine_on(device, model_type, variant, dtype, **options):
     return Engine(loaded, EngineConfig.of(num_blocks=600, block_size=16, **options))
 
 
-def run_all(engine, method, prompts=PROMPTS, params=PARAMS, recompute=None):
+def run_all(engine, method, prompts=PROMPTS, params=PARAMS, **more):
     recorder = LogitsRecorder(engine)
     for index, layout in enumerate(prompts):
-        engine.add_request(f"r{index}", layout, params, reuse_method=method, recompute=recompute)
+        engine.add_request(f"r{index}", layout, params, reuse_method=method, **more)
     outputs = drain(engine)
     assert [o.error for o in outputs.values() if o.error] == []
     del engine.model_runner.run
@@ -104,6 +104,31 @@ def test_recomputed_blocks_are_those_of_the_cpu_and_so_are_the_logits(model_type
             assert error_of(logits[name][request_id], logits["cpu"][request_id]) < 2e-4
             assert tokens[name][request_id] == tokens["cpu"][request_id]
         assert num_compared > 2
+
+
+CHUNK_OPTIONS = [
+    ChunkOptions(positions="parallel"),
+    ChunkOptions(encoding="isolated", num_hidden=5, sink="bos", separator="the log"),
+    ChunkOptions(num_hidden=3, positions="parallel", chunk_temperature=0.8, chunk_bias=-1.0),
+]
+
+
+@pytest.mark.parametrize("options", CHUNK_OPTIONS)
+@pytest.mark.parametrize("method", CHUNK_METHODS)
+@pytest.mark.parametrize(("model_type", "variant"), FAMILIES[1:3])
+def test_chunk_options_give_the_logits_of_the_cpu(model_type, variant, method, options):
+    """Those with a temperature leave the kernels, and plain requests after them come back."""
+    cpu = engine_on("cpu", model_type, variant, torch.float64)
+    gpu = gpu_engine(model_type, variant, torch.float32)
+    logits, tokens = run_all(cpu, method, chunk_options=options)
+    for _ in ("cold", "warm"):
+        got, got_tokens = run_all(gpu, method, chunk_options=options)
+        assert max(error_of(got[key], logits[key]) for key in logits) < 2e-4
+        assert got_tokens == tokens
+    plain, _ = run_all(gpu, method)
+    want, _ = wanted(model_type, variant, method)
+    assert max(error_of(plain[key], want[key]) for key in want) < 2e-4
+    gpu.check_idle()
 
 
 @pytest.mark.parametrize("method", METHODS)
