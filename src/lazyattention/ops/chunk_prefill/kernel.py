@@ -69,8 +69,6 @@ def _chunk_prefill_kernel(
     task, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     task_ptr = tasks_ptr + task * 10
     row_start, num_tokens, token_start = tl.load(task_ptr), tl.load(task_ptr + 1), tl.load(task_ptr + 2)
-    if num_tokens == 0:
-        return  # a task that fills up a plan of fixed size
     full_start, full_end = tl.load(task_ptr + 3), tl.load(task_ptr + 4)
     masked_start, masked_end = tl.load(task_ptr + 5), tl.load(task_ptr + 6)
     segment_start, segment_end = tl.load(task_ptr + 7), tl.load(task_ptr + 8)
