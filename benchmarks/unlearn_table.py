@@ -67,10 +67,10 @@ def _verdicts(results: Results) -> str:
 
 
 def _times(results: Results) -> str:
-    """Seconds of training, alone and beside other processes, and of step 1."""
+    """How each arm was trained: update, rate and weight, which are its own; seconds, alone and beside others."""
     lines = [
-        "| arm | steps | training | the same, alone on the device | step 1 | peak memory |",
-        "|---|---|---|---|---|---|",
+        "| arm | update | learning rate | retain weight | steps | training | the same, alone on the device | step 1 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for arm in results["comparison"]["arms"]:
         runs = _runs_of(results, arm["arm"])
@@ -83,9 +83,11 @@ def _times(results: Results) -> str:
         if (num_workers := runs[0]["num_workers"]) > 1:
             shared += f", {num_workers} processes on it"
         step_1 = f"{attribution['elapsed_s']:.1f} s, {_gib(attribution['peak_memory_bytes'])}" if attribution else ""
+        config = results["configurations"][arm["arm"]]
+        update, objective = config["optimizer"], config["objective"]
         lines.append(
-            f"| `{arm['arm']}` | {steps} | {shared} | {_seconds(alone)} | {step_1} "
-            f"| {_gib(max(run['peak_memory_bytes'] or 0 for run in runs))} |"
+            f"| `{arm['arm']}` | {update['name']} | {update['lr']:g} | {objective['retain_weight']:g} | {steps} | {shared} "
+            f"| {_seconds(alone)} | {step_1} |"
         )
     return "\n".join(lines) + "\n\nStep 1 is computed once for all arms and seeds that share it."
 

@@ -191,5 +191,6 @@ def test_the_page_says_what_was_measured(finished):
     assert f"original {losses[0]:.3f}, retrained {losses[1]:.3f}" in text
     assert f"| {results['alone']['simu']['training_s']:.1f} s |" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in rows} == {12, 7}
+    assert {line.count("|") for line in rows} == {12, 9}
+    assert "| `simu` | sophia | 4e-05 | 2 |" in text
     assert f"{seven_b['step_s'][-1]:.2f} s per step" in text
