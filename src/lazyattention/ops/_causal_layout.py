@@ -64,6 +64,8 @@ def lay_out_causal(
     runs: list[tuple[int, int]] = []
     if slots is not None and spec.causal_min_tokens and len(positions) >= spec.causal_min_tokens:
         runs = _find_runs(arrays, positions, slots, spec, covered)
+    if not runs:
+        return CausalLayout(np.empty(0, np.int64), np.empty(0, np.int32), np.empty((0, 3), np.int64)), covered
     batches: list[tuple[int, int, int]] = []
     cum_seqs: list[int] = []
     joins = False

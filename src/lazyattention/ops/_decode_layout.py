@@ -62,9 +62,8 @@ def lay_out_decode(
     item_keys = ranges if keys_turned else ranges * 2**32 + (deltas - deltas.min())
     order = stable_order(item_keys)
     sorted_keys = item_keys[order]
-    ends = np.append(np.flatnonzero(sorted_keys[1:] != sorted_keys[:-1]) + 1, num_rows)
-    starts = np.concatenate(([0], ends[:-1]))
-    counts = ends - starts
+    borders = np.concatenate(([0], np.flatnonzero(sorted_keys[1:] != sorted_keys[:-1]) + 1, [num_rows]))
+    starts, counts = borders[:-1], borders[1:] - borders[:-1]
     item_ranges = ranges[order[starts]]
     # Where every row ends within the range, the rows say where keys end, also after the text has grown.
     ends_inside = np.maximum.reduceat(last_keys[order], starts) < arrays.range_tokens[item_ranges]
@@ -139,7 +138,7 @@ def _tasks(
     # Longest first, so that no long task starts last.
     longest = int(work.max())
     order = stable_order(np.where(is_many_task, longest - work, 2 * longest + 1 - work))
-    return tasks.T[order], int(np.count_nonzero(is_many_task)), num_parts
+    return np.ascontiguousarray(tasks.T)[order], int(np.count_nonzero(is_many_task)), num_parts
 
 
 def _rows_of(arrays: PlanArrays, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

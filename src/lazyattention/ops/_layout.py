@@ -116,7 +116,7 @@ def number_parts(num_tokens: int, layouts: Sequence[PartRows]) -> tuple[int, np.
         start += len(counts)
     # Parts of all tokens up to and with each.
     token_ends = np.concatenate(([0], ends))[np.cumsum(rows_per_token)]
-    has_parts = np.diff(token_ends, prepend=0) > 0
+    has_parts = token_ends > np.concatenate(([0], token_ends[:-1]))
     merge_tokens = np.flatnonzero(has_parts | (rows_per_token == 0))
     merge_starts = np.concatenate(([0], token_ends[merge_tokens]))
     return int(merge_starts[-1]), merge_tokens, merge_starts
