@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -149,10 +150,14 @@ def test_an_interrupted_run_resumes(typed, workplace, monkeypatch):
         patch.setattr(simu.UnlearnTrainer, "update_curvature", breaks)
         with pytest.raises((KeyboardInterrupt, SystemExit, AssertionError)):
             typed(f"{line} -o broken -s optimizer.hessian_interval=2")
+    shutil.copytree(workplace / "broken", workplace / "again")
+    assert "starting over" in typed(f"{line} -o again -s optimizer.hessian_interval=2")
     typed(f"{line} -o broken -s optimizer.hessian_interval=2 --resume")
     typed(f"{line} -o straight -s optimizer.hessian_interval=2")
-    broken, straight = weights(workplace / "broken/model"), weights(workplace / "straight/model")
-    assert all(torch.equal(broken[name], straight[name]) for name in straight)
+    straight = weights(workplace / "straight/model")
+    for other in ("broken", "again"):
+        found = weights(workplace / other / "model")
+        assert all(torch.equal(found[name], straight[name]) for name in straight)
 
 
 def test_attribute_writes_scores_and_mask(typed, workplace):

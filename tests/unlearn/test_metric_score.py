@@ -13,6 +13,7 @@ from torch import nn
 from lazyattention.errors import ConfigError
 from lazyattention.unlearn.data import QAExample, encode_example, encode_examples, generate_people
 from lazyattention.unlearn.metrics import score
+from lazyattention.unlearn.metrics.batches import run_in_batches
 from lazyattention.unlearn.metrics.score import accepts_logits_to_keep, evaluating, score_answers
 
 TOKENIZER = qa_tokenizer(chat=True)
@@ -165,3 +166,29 @@ def test_progress_counts_every_example():
     assert seen == [4, 4, 3]
     with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
         score_answers(qa_model(), ENCODED, pad_id=0, batch_size=0)
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_no_example_is_lost(caplog):
+    asked = []
+
+    def run(places):
+        asked.append(len(places))
+        if len(places) > 3:
+            raise torch.OutOfMemoryError
+        return [10 * place for place in places]
+
+    order = list(range(20, 0, -1))
+    found = [
+        pair
+        for places, values in run_in_batches(qa_model(), order, 16, run)
+        for pair in zip(places, values, strict=True)
+    ]
+    assert found == [(place, 10 * place) for place in order]
+    assert asked == [16, 8, 4, *[2] * 10]  # once small, always small
+    assert "does not suffice for batches of 4; going on with 2" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        list(run_in_batches(qa_model(), [1, 2], 2, lambda places: (_ for _ in ()).throw(torch.OutOfMemoryError())))
+
+
+def test_the_device_chooses_the_batch_size():
+    assert [len(places) for places, _ in run_in_batches(qa_model(), range(20), None, len)] == [8, 8, 4]

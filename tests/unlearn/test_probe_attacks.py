@@ -10,6 +10,7 @@ from qa_fixtures import qa_model, qa_tokenizer
 
 from lazyattention.errors import ConfigError, RequestError
 from lazyattention.unlearn.data import QAExample, collate, encode_examples, generate_people
+from lazyattention.unlearn.metrics.generate import generate_texts
 from lazyattention.unlearn.probes import PROBES, ProbeOptions, compare_probes, run_probes
 from lazyattention.unlearn.probes.context import Measurement, worst_of
 from lazyattention.unlearn.probes.prefix import PROMPTS
@@ -78,6 +79,28 @@ def test_the_same_seed_gives_the_same_result(report):
     assert again["probes"] == report["probes"]
     other = run_probes(qa_model, TOKENIZER, SPLITS, probes=["relearn"], options=QUICK, seed=1, progress=False)
     assert other["probes"]["relearn"]["attack_example_ids"] != report["probes"]["relearn"]["attack_example_ids"]
+
+
+def test_all_that_a_model_is_asked_at_once_is_answered_in_one_pass(monkeypatch):
+    """A pass takes as long as its longest answer, however many there are: on a GPU their number is the time."""
+    prompts = []
+
+    def counted(model, tokenizer, asked, **options):
+        prompts.append(len(asked))
+        return generate_texts(model, tokenizer, asked, **options)
+
+    for module in ("metrics.context", "probes.prefix"):
+        monkeypatch.setattr(f"lazyattention.unlearn.{module}.generate_texts", counted)
+    num_forget, num_retain = len(SPLITS["forget"]), 8  # as many of retain as QUICK measures
+    for probe, expected in {
+        "paraphrase": [2 * num_forget],
+        "prefix": [(len(PROMPTS) + 2) * num_forget, 2 * num_forget],
+        "quantize": [num_forget + num_retain] * 2,
+        "relearn": [num_forget // 2 + num_retain] * 3,
+    }.items():
+        prompts.clear()
+        run_probes(qa_model, TOKENIZER, SPLITS, probes=[probe], options=QUICK, progress=False)
+        assert prompts == expected, probe
 
 
 def test_relearning_never_trains_on_what_it_measures(report):

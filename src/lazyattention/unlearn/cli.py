@@ -257,7 +257,7 @@ def evaluate_model(
     adapter: _Adapter = None,
     metrics: Annotated[str, typer.Option(help="Names with commas, or all.")] = "all",
     retrained_logs: Annotated[Path | None, typer.Option(help="Result of this command on a retrained model.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Examples per pass.", show_default="by device")] = None,
     device: _Device = "auto",
     progress: _Progress = True,
 ) -> None:

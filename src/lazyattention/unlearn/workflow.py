@@ -165,7 +165,7 @@ def run_request(
         sets,
         config,
         output_dir=request.output / "checkpoints",
-        resume_from=_last_checkpoint(request),
+        resume_from=_last_checkpoint(request, console),
         progress=progress,
     )
     with contextlib.suppress(OSError):
@@ -399,9 +399,12 @@ def _collapse(result: UnlearnResult) -> CollapseError | None:
     return None
 
 
-def _last_checkpoint(request: UnlearnRequest) -> str | None:
+def _last_checkpoint(request: UnlearnRequest, console: Console) -> str | None:
     folder = request.output / "checkpoints"
-    return get_last_checkpoint(str(folder)) if request.resume and folder.is_dir() else None
+    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if found is not None and not request.resume:
+        console.print(f"starting over: {found} of an interrupted run is not used; --resume would go on from it")
+    return found if request.resume else None
 
 
 def _pair_answers(

@@ -75,7 +75,7 @@ class EvalContext:
         model, tokenizer: What is measured.
         splits: Name of the set ("forget", "retain", "holdout", "real_authors", "world_facts", or any) to examples.
         options: See `EvalOptions`.
-        batch_size: Examples per forward pass.
+        batch_size: Examples per forward pass; None = by device.
         retrained: The result of `evaluate` on the retrained model, or None.
         progress: Shows how far the passes are.
         results: Name of a metric to its result.
@@ -87,7 +87,7 @@ class EvalContext:
     tokenizer: PreTrainedTokenizerBase
     splits: Mapping[str, Sequence[QAExample]]
     options: EvalOptions = field(default_factory=EvalOptions)
-    batch_size: int = 8
+    batch_size: int | None = None
     retrained: Mapping[str, Any] | None = None
     progress: Progress = field(default_factory=lambda: Progress(is_enabled=False))
     results: dict[str, dict[str, Any]] = field(default_factory=dict)

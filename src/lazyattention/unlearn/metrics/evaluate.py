@@ -28,7 +28,7 @@ def evaluate(
     splits: Mapping[str, Sequence[QAExample]],
     *,
     metrics: Sequence[str] | None = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     device: str | torch.device | None = None,
     retrained_logs: Mapping[str, Any] | str | Path | None = None,
     resume_path: str | Path | None = None,
@@ -45,7 +45,7 @@ def evaluate(
         splits: "forget", "retain", "holdout" (never trained on, same distribution), "real_authors", "world_facts";
             others are allowed and get every metric that works on a single set.
         metrics: Names from `METRICS`; None computes all that the splits allow and lists the others under "skipped".
-        batch_size: Examples per forward pass. Changes results by rounding only.
+        batch_size: Examples per forward pass; None = by device. Changes results by rounding only.
         device: Where to move the model; None leaves it where it is.
         retrained_logs: What this function returned for the retrained model, or the JSON file it was written to.
         resume_path: A JSON file: finished metrics are read from it and each new one is written as it is done. The

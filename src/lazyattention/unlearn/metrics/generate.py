@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lazyattention.errors import ConfigError
 from lazyattention.unlearn.data.encode import Template, pad_id_of, render_end, resolve_template
+from lazyattention.unlearn.metrics.batches import run_in_batches
 from lazyattention.unlearn.metrics.score import evaluating
 
 
@@ -21,7 +21,7 @@ def generate_texts(
     *,
     max_new_tokens: int | Sequence[int],
     stop_token_ids: Sequence[int],
-    batch_size: int = 8,
+    batch_size: int | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Continue each prompt greedily.
@@ -36,27 +36,28 @@ def generate_texts(
         max_new_tokens: For all prompts, or one number for each. A text is cut to its own number, so the others in
             its batch do not matter.
         stop_token_ids: Any of them ends a text.
-        batch_size: Prompts per call.
+        batch_size: Prompts per call; see `run_in_batches`.
         on_batch: Called after each batch with the number of prompts in it.
 
     Returns:
         The texts without prompt and surrounding white space, in the order of `prompts`.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     order = sorted(range(len(prompts)), key=lambda index: (-limits[index], -len(prompts[index])))
     texts: dict[int, str] = {}
     with evaluating(model), _plain_generation_config(model):
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
-            new_ids = _generate_batch(
+        for indices, new_ids in run_in_batches(
+            model,
+            order,
+            batch_size,
+            lambda places: _generate_batch(
                 model,
                 tokenizer,
-                [prompts[index] for index in indices],
-                max(limits[index] for index in indices),
+                [prompts[place] for place in places],
+                max(limits[place] for place in places),
                 list(stop_token_ids),
-            )
+            ),
+        ):
             for index, token_ids in zip(indices, new_ids, strict=True):
                 kept = _until_stop(token_ids[: limits[index]], stop_token_ids)
                 texts[index] = str(tokenizer.decode(kept, skip_special_tokens=True)).strip()

@@ -26,7 +26,7 @@ def quick_metrics(
     retain: Sequence[QAExample],
     *,
     max_examples: int = 32,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     template: Template = "auto",
     max_len: int = 512,
     with_rouge: bool = True,
@@ -42,7 +42,7 @@ def quick_metrics(
         forget: To be forgotten. May be empty, as may `retain`; an empty set has no entry in the result.
         retain: To be kept.
         max_examples: Of each set at most so many, the same ones on every call.
-        batch_size: Examples per pass.
+        batch_size: Examples per pass; None = by device.
         template: See `encode_example`.
         max_len: See `encode_example`.
         with_rouge: False skips generation, the slow part, and leaves "rouge_l" out.
@@ -70,7 +70,7 @@ def measure(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[QAExample],
     *,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     template: Template = "auto",
     max_len: int = 512,
     with_rouge: bool = True,
@@ -111,7 +111,7 @@ def measure_each(
     tokenizer: PreTrainedTokenizerBase,
     sets: Mapping[str, Sequence[QAExample]],
     *,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     template: Template = "auto",
     max_len: int = 512,
     with_rouge: bool = True,

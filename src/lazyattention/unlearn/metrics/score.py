@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from lazyattention.errors import ConfigError
 from lazyattention.unlearn.data.encode import IGNORE_INDEX, EncodedExample, collate
+from lazyattention.unlearn.metrics.batches import run_in_batches
 
 # Logits are turned to float32 in slices of at most this many numbers (256 MiB).
 _MAX_SLICE_NUMEL = 1 << 26
@@ -76,7 +76,7 @@ def score_answers(
     encoded: Sequence[EncodedExample],
     *,
     pad_id: int,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> list[AnswerScores]:
     """Score the labelled tokens of each example.
@@ -89,23 +89,23 @@ def score_answers(
         model: Runs on the device it is on; its mode (training or not) is restored.
         encoded: In any order.
         pad_id: Any token id; padding is masked.
-        batch_size: Examples per forward pass.
+        batch_size: Examples per forward pass; see `run_in_batches`.
         on_batch: Called after each batch with the number of examples in it.
 
     Returns:
         In the order of `encoded`.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     takes_logits_to_keep = accepts_logits_to_keep(model)
     order = sorted(range(len(encoded)), key=lambda index: -len(encoded[index].input_ids))
     results: dict[int, AnswerScores] = {}
     with evaluating(model):
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
-            batch = [encoded[index] for index in indices]
-            for index, scores in zip(indices, _score_batch(model, batch, pad_id, takes_logits_to_keep), strict=True):
-                results[index] = scores
+        for indices, scores in run_in_batches(
+            model,
+            order,
+            batch_size,
+            lambda places: _score_batch(model, [encoded[place] for place in places], pad_id, takes_logits_to_keep),
+        ):
+            results.update(zip(indices, scores, strict=True))
             if on_batch is not None:
                 on_batch(len(indices))
     return [results[index] for index in range(len(encoded))]

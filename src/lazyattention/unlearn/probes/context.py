@@ -40,7 +40,7 @@ class ProbeOptions:
 
     template: Template = "auto"
     max_len: int = 512
-    batch_size: int = 8
+    batch_size: int | None = None
     max_examples: int = 100
     relearn_source: Literal["forget", "retain"] = "forget"
     relearn_fraction: float = 0.1
@@ -56,7 +56,8 @@ class ProbeOptions:
     def __post_init__(self) -> None:
         steps = self.relearn_steps
         checks = {
-            "max_examples and batch_size must be at least 1": self.max_examples >= 1 and self.batch_size >= 1,
+            "max_examples and batch_size must be at least 1": self.max_examples >= 1
+            and (self.batch_size is None or self.batch_size >= 1),
             "relearn_source must be 'forget' or 'retain'": self.relearn_source in ("forget", "retain"),
             "relearn_fraction must lie between 0 and 1": 0 < self.relearn_fraction < 1,
             "relearn_steps must be rising whole numbers from 1": bool(steps)
