@@ -90,6 +90,7 @@ def test_one_call_makes_every_run_and_measures_it(finished):
     # Step 1 once for both arms and seeds; the random control has as many neurons in each layer.
     assert sum("attribution" in run for run in runs) == 1
     assert len({run["neuron_share"] for run in runs}) == 1
+    assert runs[0]["final"] != runs[1]["final"]  # another seed, another run
     assert results["models"]["retrained"]["evaluation"]["forget_quality"]["statistic"] == 0.0
     assert results["alone"]["simu"]["training_s"] > 0
     assert "<html" in (output / "bench_unlearn.html").read_text()

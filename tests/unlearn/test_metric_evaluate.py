@@ -118,6 +118,22 @@ def test_each_pass_is_done_once(monkeypatch):
     assert len(passes) == len(set(passes)) == 3 * len(SPLITS) + 1  # three scorings per set, one generation for all
 
 
+def test_sets_answered_together_get_the_texts_they_get_alone():
+    texts = [QAExample("", "one two three four", kind="completion", example_id="t")]
+    splits = {**SPLITS, "texts": texts}
+    together = EvalContext(qa_model(), TOKENIZER, splits, OPTIONS)
+    together.generate(splits)
+    alone = {name: EvalContext(qa_model(), TOKENIZER, splits, OPTIONS).texts(name) for name in splits}
+    assert {name: together.texts(name) for name in splits} == alone
+    assert len({tuple(found) for found in alone.values()}) == len(splits)
+    limits = {name: 1 + place for place, name in enumerate(SPLITS)}
+    limited = EvalContext(qa_model(), TOKENIZER, SPLITS, OPTIONS)
+    limited.generate(SPLITS, limits)
+    for name, limit in limits.items():
+        few = EvalContext(qa_model(), TOKENIZER, SPLITS, replace(OPTIONS, max_new_tokens=limit))
+        assert limited.texts(name) == few.texts(name)
+
+
 def test_forget_quality_and_privleak_against_the_retrained_model(logs, tmp_path):
     path = tmp_path / "retrained.json"
     path.write_text(json.dumps(logs))
