@@ -108,6 +108,19 @@ def test_attention_that_differs_from_the_models_own_is_found(monkeypatch):
         check_model(model, rotaries)
 
 
+def test_rounding_that_depends_on_the_number_of_tokens_is_no_fault():
+    """As on a GPU, where a product of another size is another kernel."""
+    model = tiny_model("llama", num_hidden_layers=2)
+
+    def round_otherwise(module, inputs, output):
+        generator = torch.Generator().manual_seed(output.shape[1])
+        noise = torch.randn(output.shape[-1], generator=generator)
+        return output + 0.2 * output.std() * noise
+
+    model.model.layers[0].mlp.register_forward_hook(round_otherwise)
+    check_model(model, layer_rotaries(model))
+
+
 def test_weights_that_are_not_finite_are_refused():
     model, rotaries = prepared("llama", "default")
     model.model.layers[2].self_attn.k_proj.weight[0, 0] = float("nan")

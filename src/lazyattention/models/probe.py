@@ -104,16 +104,17 @@ def probe(model: PreTrainedModel, rotaries: Sequence[LayerRotary]) -> ProbeResul
     with torch.inference_mode():
         with _attention(model, _OBSERVER_NAME):
             # Tokens see only themselves, so both near runs fit into one call. The far one must stand alone: what
-            # depends on the length of the text would otherwise be the same in both.
+            # depends on the length of the text would otherwise be the same in both. It has as many tokens, since
+            # matrix products of another size round otherwise, and deep models add that up.
             near = _observe_run(model, token_ids.repeat(2), torch.cat((positions, positions + _SMALL_DELTA)))
-            far = _observe_run(model, token_ids, positions + large_delta)
+            far = _observe_run(model, token_ids.repeat(2), (positions + large_delta).repeat(2))
         turn_errors = []
         for near_heads, far_heads, rotary in zip(near, far, rotaries, strict=True):
             errors = []
             for near_x, far_x in zip(near_heads, far_heads, strict=True):
                 base, shifted = near_x.chunk(2)
                 errors.append(_turn_error(base, shifted, rotary, _SMALL_DELTA))
-                errors.append(_turn_error(base, far_x, rotary, large_delta))
+                errors.append(_turn_error(base, far_x.chunk(2)[0], rotary, large_delta))
             turn_errors.append(float(np.max(errors)))  # max() would drop a nan that is not first
         kv_shapes = tuple((keys.shape[1], keys.shape[2]) for _, keys in near)
         ours = _run(model, token_ids, rotaries, kv_shapes).float()
