@@ -392,7 +392,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_title(title)
         axis.set_yscale("log")
         axis.set_xticks([x + 0.4 for x in range(len(runs))], labels, fontsize=6)
-    axes[0, 0].legend(fontsize=7)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(methods), fontsize=7)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
