@@ -289,3 +289,10 @@ async def test_no_tokenizer_remembers_a_deleted_document(engine):
         assert sum(len(builder.memo) for scopes in builders for builder in scopes.values()) > 0
         await client.delete(f"{DOCUMENTS}/x", headers=bearer("key-shared"))
         assert sum(len(builder.memo) for scopes in builders for builder in scopes.values()) == 0
+
+
+async def test_compressed_bodies_are_refused_by_name(client):
+    response = await client.post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert "gzip" in (await error_of(response, 415))["message"]
+    plain = await client.post(CHAT, json=chat_body(), headers={"content-encoding": "identity"})
+    assert plain.status_code == 200

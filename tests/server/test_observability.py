@@ -86,6 +86,7 @@ async def test_metrics_survive_the_engine(client, engine):
     engine.stats = dead
     assert set(await metrics_of(client)) >= set(before) - {("lazyattention_store_bytes",)}
     assert (await client.get("/health")).status_code == 503
+    assert (await client.head("/health")).status_code == 503
 
 
 def test_every_metric_of_the_dashboard_exists():

@@ -202,6 +202,7 @@ def _add_document_routes(app: FastAPI, routes: DocumentRoutes) -> None:
 
 
 def _add_operator_routes(app: FastAPI) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=Health, tags=["operation"])
     async def health(request: Request) -> JSONResponse:
         """200 while requests are served, 503 when the engine is dead or the server shuts down."""

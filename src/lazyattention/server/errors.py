@@ -26,6 +26,12 @@ class TooLargeError(LazyAttentionError):
     http_status = 413
 
 
+class EncodedBodyError(LazyAttentionError):
+    """The body is compressed, which this server does not read."""
+
+    http_status = 415
+
+
 class SlowClientError(LazyAttentionError):
     """The body did not arrive in time."""
 

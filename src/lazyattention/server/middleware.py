@@ -15,7 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lazyattention.errors import LazyAttentionError
 from lazyattention.server.auth import Authenticator
 from lazyattention.server.config import ScopeConfig
-from lazyattention.server.errors import InvalidBodyError, SlowClientError, TooLargeError, error_body, error_headers
+from lazyattention.server.errors import (
+    EncodedBodyError,
+    InvalidBodyError,
+    SlowClientError,
+    TooLargeError,
+    error_body,
+    error_headers,
+)
 from lazyattention.server.limits import RateLimiter
 from lazyattention.utils.logging import get_logger
 
@@ -80,6 +87,7 @@ class RequestGate:
             tenant = self._authenticator.scope_of(headers.get("authorization"))
             state["tenant"] = tenant
             self._rate_limiter.check(tenant)
+            _check_encoding(headers.get("content-encoding"))
             body = await self._read_body(receive, headers.get("content-length"), tenant)
             _check_unicode(body)
             await self._app(scope, _replay(body, receive), send_with_id)
@@ -140,6 +148,13 @@ class RequestGate:
                 "client": client[0] if client else None,
                 **state.get("notes", {}),
             },
+        )
+
+
+def _check_encoding(content_encoding: str | None) -> None:
+    if content_encoding and content_encoding.strip().lower() != "identity":
+        raise EncodedBodyError(
+            f"content-encoding {content_encoding!r:.80} is not read; send the body as it is, without compression"
         )
 
 
