@@ -220,6 +220,23 @@ def test_every_engine_option_has_a_flag_and_help():
         assert field.metadata["help"] in help_text
 
 
+def test_a_switch_that_is_off_has_no_default_to_print():
+    result = RUN.invoke(app, ["ask", "--help"], env={"COLUMNS": "200"})
+    assert "--calibrated" in result.stdout
+    assert "(False)" not in result.stdout
+
+
+@pytest.mark.parametrize("words", [["unlearn"], ["unlearn", "run"], ["documents", "list"], ["quality"]])
+def test_every_command_answers_to_both_spellings_of_help(words):
+    short, long = (
+        RUN.invoke(app, [*words, flag], prog_name="lazyattention", env={"COLUMNS": "200"}) for flag in ("-h", "--help")
+    )
+    assert short.exit_code == long.exit_code == 0, short.stderr
+    assert short.stdout == long.stdout
+    assert f"Usage: lazyattention {' '.join(words)}" in long.stdout
+    assert "completion" not in long.stdout  # an option of `lazyattention` itself
+
+
 def test_models_prints_the_matrix():
     rows = json.loads(RUN.invoke(app, ["models", "--json"]).stdout)
     assert any(row["model_type"] == "llama" and row["refused"] is None for row in rows)

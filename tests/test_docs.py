@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+
+from lazyattention.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,6 +58,17 @@ def test_every_make_command_in_the_pages_exists(docs):
     for page in docs.pages():
         for words in re.findall(r"(?:^|`)make((?: [a-z-]+)+)", page.read_text(), re.MULTILINE):
             assert set(words.split()) <= targets, page.name
+
+
+def test_every_command_has_its_section_and_every_option_its_row():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    commands = typer.main.get_command(app).commands
+    assert set(commands) == set(re.findall(r"^## lazyattention (\w+)$", page, re.MULTILINE))
+    for name, command in commands.items():
+        own = [param for param in command.params if param.param_type_name == "option"]
+        if len(own) > 2:  # more than --json and --help
+            assert f"<!-- generated: options {name} -->" in page
+    assert "| `--calibrated` |" in page
 
 
 def test_citation_names_the_papers():

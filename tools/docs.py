@@ -2,7 +2,7 @@
 """Keeps generated parts of the documentation true, and its links alive. `make docs` writes; a test only checks.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->` in any Markdown page. Names:
-`options COMMAND`, `configuration`, `models`, `reuse methods`, `recompute policies`, `environment variables`, `unlearning benchmark`.
+`options COMMAND`, `options engine`, `configuration`, `models`, `reuse methods`, `recompute policies`, `environment variables`, `unlearning benchmark`.
 """
 
 import argparse
@@ -85,21 +85,26 @@ def _anchors(page: Path) -> set[str]:
 
 
 def _options(command_name: str) -> str:
+    """Options of a command without those of the engine, which several commands share; of "engine", only those."""
     import typer
 
     from lazyattention.cli import app
+    from lazyattention.cli.options import ENGINE_PANEL
 
     command: Any = typer.main.get_command(app)
-    for word in command_name.split():
+    for word in ["ask"] if command_name == "engine" else command_name.split():
         command = command.commands[word]
     rows = []
     for param in command.params:
         if param.param_type_name != "option" or param.name == "help":
             continue
+        if (param.rich_help_panel == ENGINE_PANEL) != (command_name == "engine"):
+            continue
         default = param.show_default if isinstance(param.show_default, str) else param.default
         is_shown = param.show_default is not False and default is not None and default is not False
         names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
-        rows.append((names, param.help, f"`{default}`" if is_shown else ""))
+        meaning = f"{param.help} Required." if param.required else param.help
+        rows.append((names, meaning, f"`{default}`" if is_shown and not param.required else ""))
     return _table(("option", "meaning", "default"), rows)
 
 
@@ -109,7 +114,14 @@ def _configuration() -> str:
     rows = []
     for name, (field, kind) in engine_fields().items():
         type_name = kind.__name__ if isinstance(kind, type) else str(kind)
-        rows.append((f"`{name}`", type_name.replace("|", "or"), field.metadata["help"], f"`{field.default}`"))
+        rows.append(
+            (
+                f"`{name}`",
+                type_name.replace("|", "or"),
+                field.metadata["help"],
+                f"`{field.default!r}`".replace("'", '"'),
+            )
+        )
     return _table(("field", "type", "meaning", "default"), rows)
 
 

@@ -20,6 +20,7 @@ DEBUG_CHECKSUMS = os.environ.get("LAZYATTENTION_DEBUG_CHECKSUMS", "0") == "1"
 PROGRESS = os.environ.get("LAZYATTENTION_PROGRESS", "1") != "0"
 # Server: keys and the scopes they belong to, "scope:key,scope:key", when no key file is given.
 API_KEYS = os.environ.get("LAZYATTENTION_API_KEYS", "")
-# Client (`lazyattention documents`): the server's address, and the key to send.
+# Clients (`lazyattention documents`, `unlearn run --store`, `unlearn purge`): the server's address.
 SERVER_URL = os.environ.get("LAZYATTENTION_SERVER_URL", "http://127.0.0.1:8000")
+# Clients: the key to send, which says whose documents they are.
 API_KEY = os.environ.get("LAZYATTENTION_API_KEY", "")

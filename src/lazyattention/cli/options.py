@@ -11,7 +11,7 @@ import typer
 
 from lazyattention.config import EngineConfig
 
-_PANEL = "Engine options"
+ENGINE_PANEL = "Engine options"
 
 
 def engine_fields(config: type = EngineConfig) -> dict[str, tuple[Field[Any], Any]]:
@@ -50,11 +50,11 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(name: str, field: Field[Any], kind: Any) -> inspect.Parameter:  # noqa: ANN401  # a type expression
     choices = field.metadata.get("choices")
     text = field.metadata["help"] + (f" One of: {', '.join(choices)}." if choices else "")
-    default = "" if field.default is None else str(field.default)
+    default = "" if field.default is None or field.default is False else str(field.default)
     flag = f"--{name.replace('_', '-')}"
     if bool in get_args(kind):
         flag += f"/--no-{flag[2:]}"
-    option = typer.Option(flag, help=text, show_default=default or False, rich_help_panel=_PANEL)
+    option = typer.Option(flag, help=text, show_default=default or False, rich_help_panel=ENGINE_PANEL)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 unlearn_app = typer.Typer(
     help="Make a model forget what it was trained on, and show what that did.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 _out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
 
