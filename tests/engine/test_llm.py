@@ -7,6 +7,7 @@ import io
 import pytest
 
 from fixtures.tiny_engine import loaded_tiny, named_tokens
+from fixtures.tiny_models import save_tiny
 from lazyattention import LLM, Document, SamplingParams
 from lazyattention.errors import ConfigError, NotFoundError, RequestError
 
@@ -290,6 +291,18 @@ def test_closing_ends_a_stream_as_aborted():
 
 
 # Progress and documents -----------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_nothing_shows_progress_unless_asked_for(tmp_path, monkeypatch, capfd):
+    folder = str(save_tiny(tmp_path))
+    capfd.readouterr()
+    with LLM(folder, num_blocks=64) as llm:
+        llm.generate(["a"], GREEDY)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with LLM(folder, num_blocks=64):
+        pass
+    assert "Loading" in capfd.readouterr().err
 
 
 def test_progress_off_writes_nothing_and_on_writes_to_standard_error(llm, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 """The offline facade: load a model, ask, read the answers. See async_engine.py for servers."""
 
 import itertools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ class LLM:
             ConfigError: An option is unknown or not allowed, or the model cannot be read.
             UnsupportedError: The model cannot be served exactly.
         """
-        self._progress = envs.PROGRESS if progress is None else progress
+        self._progress = envs.PROGRESS and sys.stderr.isatty() if progress is None else progress
         config = EngineConfig.of(config, **options)
         if isinstance(model, LoadedModel):
             loaded = model
