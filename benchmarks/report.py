@@ -5,6 +5,7 @@ python benchmarks/report.py
 """
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,15 @@ def build_page() -> str:
     serving = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("serving_*.json"))]
     if serving:
         sections.append(serving_section(serving))
-    return "\n".join(sections)
+    return within_house_width("\n".join(sections))
+
+
+def within_house_width(text: str) -> str:
+    """Wrap what is no table."""
+    lines = text.split("\n")
+    return "\n".join(
+        line if line.startswith("|") else textwrap.fill(line, 130, break_on_hyphens=False) for line in lines
+    )
 
 
 if __name__ == "__main__":

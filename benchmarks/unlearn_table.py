@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of `bench_unlearn.py` as Markdown: for its own output, and for docs/unlearning.md (`make docs`)."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ def section(results: Results) -> str:
     parts = [_setting(results), table(results), _verdicts(results), _times(results)]
     if "seven_b" in results:
         parts.append(_seven_b(results["seven_b"]))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    wrapped = (
+        part if part.startswith("|") else textwrap.fill(part, 130, break_on_hyphens=False) for part in parts if part
+    )
+    return "\n\n".join(wrapped) + "\n"
 
 
 def table(results: Results) -> str:

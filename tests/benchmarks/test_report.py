@@ -29,3 +29,9 @@ def test_serving_tables_come_from_the_sweeps_own_report(tmp_path):
     assert closed.split("|")[10] == " 3.50 x, 0.50 x "
     assert opened.split("|")[5] == " 0.6 "
     assert "tiny (random weights)" in section
+
+
+def test_the_page_is_what_the_results_say_and_within_the_house_width():
+    page = report.build_page()
+    assert page == report.PAGE.read_text(), "run `python benchmarks/report.py`"
+    assert max(len(line) for line in page.splitlines() if not line.startswith("|")) <= 130
