@@ -223,6 +223,19 @@ def test_deletion_takes_all_text_computed_behind_the_document(method):
     assert reused == {"p11 d16 t50": 11 + 16 + 48, "p11 d9 t40": 11, "p11 d16 t9 d9 t30": 11 + 16 + 9 + again}
 
 
+@pytest.mark.parametrize("method", ["rotate_query", "rotate_key", "copy_rotate"])
+def test_deletion_takes_text_behind_a_chunk_that_was_evicted(method):
+    engine = make_engine(block_size=4)
+    answer(engine, prompt("p5 d6 d13 t9"), reuse_method=method)
+    for chunk in [chunk for chunk in engine.cache.chunks if chunk.document_ids]:
+        engine.cache._evictable.discard(chunk)
+        engine.cache._forget_chunk(chunk, "evicted")
+    assert len(engine.cache.texts) > 0
+    assert engine.documents.delete("d6").num_freed_bytes > 0
+    assert len(engine.cache.texts) == 0
+    engine.check_idle()
+
+
 @pytest.mark.parametrize("method", ["rotate_query", "rotate_key", "copy_rotate", "prefix"])
 @pytest.mark.parametrize("after_steps", [0, 1, 2, 3, 6])
 def test_deletion_while_running_keeps_nothing_beyond_the_request(method, after_steps):

@@ -75,7 +75,7 @@ class TextChain:
             span, token_ids = piece
             key = block_key(self._key, token_ids)
             block_id = span.block_ids[self._done // self._cache.block_size]
-            tags = self._tags | self._own_tags(span)
+            tags = self._tags | self._document_tags(span)
             context_len = span.start + self._done
             node = self._cache.insert_text(key, self._parent, token_ids, block_id, context_len, tags)
             if node is None:
@@ -99,13 +99,14 @@ class TextChain:
             elif span.chunk_key is not None and not self._plan.spans[span.source].is_hidden:
                 part = (span.chunk_start, len(span.token_ids)) if span.is_part else ()
                 self._key = boundary_key(self._key, span.chunk_key.digest, part)
-                self._tags |= {span.chunk_key.digest}
+                # The document's tag, too: text may outlive the chunk that it was computed behind.
+                self._tags |= {span.chunk_key.digest} | self._document_tags(span)
             self._span_index += 1
             self._done = 0
         return None
 
-    def _own_tags(self, span: SpanState) -> frozenset[bytes]:
-        """A document computed as text is tagged, so that deleting it finds this block and what follows."""
+    def _document_tags(self, span: SpanState) -> frozenset[bytes]:
+        """Name the span's document, so that deleting it finds what is computed from it and what follows."""
         source = self._plan.spans[span.source].span
         if source.document_id is None:
             return frozenset()
