@@ -12,7 +12,10 @@ from lazyattention.engine.engine import Engine
 
 # The first pattern that a kernel's name contains decides.
 GROUPS = (
-    ("attention", r"_shared_decode|_chunk_prefill|_merge_parts|_merge_states|chunk_prefill|shared_decode|flash_fwd|sdpa"),
+    (
+        "attention",
+        r"_shared_decode|_chunk_prefill|_merge_parts|_merge_states|chunk_prefill|shared_decode|flash_fwd|sdpa",
+    ),
     ("store_kv", r"_store_kv"),
     ("copy and turn", r"_copy_turned"),
     ("linear layers", r"gemm|cutlass|nvjet|splitK|gemv|cublas"),
