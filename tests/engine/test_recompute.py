@@ -330,6 +330,16 @@ def test_what_is_reported():
     assert stats["num_selections"] == 0
 
 
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize("encoding", ["isolated", "after_preamble"])
+def test_nobody_reuses_what_a_request_computes_to_choose(encoding, recompute):
+    """Text in front of the documents is kept from the first pass to the second, and was counted as found."""
+    engine = make_engine(block_size=4, encoding=encoding)
+    layout = prompt("p13 d9 d16 t9")
+    assert answer(engine, layout, recompute=recompute).num_reused_tokens == 0
+    assert answer(engine, layout, recompute=recompute).num_reused_tokens >= 13
+
+
 @pytest.mark.parametrize(("recompute", "num_selection_tokens"), [("attention:0.3", 5), ("deviation:0.3", 53)])
 def test_selection_is_reported(recompute, num_selection_tokens):
     """Two layers of two: the deviation pass costs the whole prompt up to the last document."""

@@ -129,6 +129,8 @@ class Admission:
         if group.must_report:
             if group.found is None:
                 group.found = found
+                in_front = itertools.takewhile(lambda span: not group.plan.spans[span.source].span.is_document, spans)
+                group.num_found_before = sum(span.num_computed for span in in_front)
                 self._count(group, spans, num_text_found)
             self._report(group, spans, group.found)
         return True
@@ -271,6 +273,8 @@ class Admission:
         """Say what becomes of each document; again once it is known which blocks are computed anew."""
         group.must_report = False
         group.documents, group.num_reused_tokens, group.num_recomputed_tokens = [], 0, 0
+        # In front of all documents a second admission finds what the request itself has computed since the first.
+        num_found_before = group.num_found_before
         for index, (planned, reason) in enumerate(zip(group.plan.spans, found, strict=True)):
             if planned.is_hidden:
                 continue  # reported with the chunk behind it
@@ -278,6 +282,9 @@ class Admission:
             num_hidden = self._num_hidden(group.plan, planned)
             num_tokens = planned.num_tokens + num_hidden
             num_found = sum(span.num_computed for span in parts)
+            if not source.is_document and not group.documents:
+                num_found = min(num_found, num_found_before)
+                num_found_before -= num_found
             num_recomputed = 0
             if group.recompute is not None and source.is_document:
                 num_recomputed = sum(len(span.token_ids) for span in parts if span.use is SpanUse.TEXT)

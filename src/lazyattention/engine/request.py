@@ -87,6 +87,7 @@ class RequestGroup:
         documents: The reuse report, made at the first admission, and again when blocks to recompute were chosen.
         must_report: True until it is made.
         found: Per span of the plan, what the first admission found; None before.
+        num_found_before: Tokens of text in front of all documents that it found.
         num_reused_tokens: Prompt tokens not computed for this request.
         num_recomputed_tokens: Document tokens in blocks that were computed anew.
         num_selection_tokens: Tokens computed only to choose these blocks, in the share of the layers they went through.
@@ -109,6 +110,7 @@ class RequestGroup:
     documents: list[DocumentReuse] = field(default_factory=list)
     must_report: bool = True
     found: list[str] | None = None
+    num_found_before: int = 0
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_selection_tokens: float = 0.0
