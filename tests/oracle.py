@@ -8,14 +8,14 @@ without ever being turned by us. Text then runs over the keys and values of ever
 cache and under its own causal (and sliding) mask, or one made of positions where these are not contiguous.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from lazyattention.engine.engine import Engine
-from lazyattention.reuse import PromptLayout
+from lazyattention.reuse import PromptLayout, Span
 
 # Models run in float64, but transformers forms norms, rotation tables and eager softmax in float32 whatever the dtype.
 # What is left is a few 1e-6 of the largest logit.
@@ -45,6 +45,30 @@ class Mask:
     is_parallel: bool = False
     temperature: float = 1.0
     bias: float = 0.0
+
+    def preamble_of(self, layout: PromptLayout) -> tuple[int, ...]:
+        """What every document is computed behind."""
+        first = layout.spans[0]
+        has_documents = any(span.is_document for span in layout.spans)
+        return first.token_ids if self.encoding == "after_preamble" and first.is_preamble and has_documents else ()
+
+    def placed(self, layout: PromptLayout) -> Iterator[tuple[Span, int]]:
+        """Each span, separator included, and its first position."""
+        first = behind = end = 0  # of neighbouring documents; of the span before; of all so far
+        for span, following in zip(layout.spans, (*layout.spans[1:], None), strict=True):
+            start = behind
+            if not span.is_document:
+                start = end
+            elif self.is_parallel and span.token_ids and not span.chunk_index:
+                start = first
+            goes_on = following is not None and following.document_id == span.document_id and following.chunk_index
+            if span.is_document and span.token_ids and not goes_on:
+                span = replace(span, token_ids=(*span.token_ids, *self.separator))
+            yield span, start
+            behind = start + len(span.token_ids)
+            end = max(end, behind)
+            if not span.is_document:
+                first = behind
 
 
 @dataclass(frozen=True)
@@ -115,41 +139,32 @@ class ChunkOracle:
         block_size: int = 0,
     ) -> tuple[list[Part], int]:
         """Keys and values of everything before the last span, and the position of that."""
-        spans = list(layout.spans)
-        preamble: tuple[int, ...] = ()
-        if mask.encoding == "after_preamble" and spans[0].is_preamble and any(span.is_document for span in spans):
-            preamble = spans[0].token_ids
+        preamble = mask.preamble_of(layout)
         parts: list[Part] = []
-        start, first, behind = 0, 0, 0  # of this span; of the first of neighbouring documents; behind all so far
-        for index, span in enumerate(spans[:-1]):
+        *placed, (_, behind) = mask.placed(layout)
+        for index, (span, start) in enumerate(placed):
             token_ids = span.token_ids
             if not token_ids:
                 continue
             if not span.is_document or mask.encoding == "full":
-                start = behind
                 _, layers = self._run(token_ids, start, parts)
                 parts.append(Part(layers, range(start, start + len(token_ids))))
-                first = start + len(token_ids)
-            else:
-                token_ids = (*token_ids, *mask.separator)
-                start = first if mask.is_parallel else behind
-                before = (*preamble, *mask.sink)
-                _, layers = self._run((*before, *token_ids), start - len(before), [])
-                hidden = min(mask.num_hidden, len(token_ids) - 1)
-                chosen = chosen_blocks[index] if chosen_blocks else ()
-                size = block_size if chosen else len(token_ids)
-                for block, begin in enumerate(range(hidden, len(token_ids), size)):
-                    here = range(begin, min(begin + size, len(token_ids)))
-                    seen = slice(len(before) + begin, len(before) + here.stop)
-                    own = [(k[:, :, seen], v[:, :, seen]) for k, v in layers]
-                    # Keys that are smaller by a factor make scores smaller by it.
-                    own = [(k / mask.temperature, v) for k, v in own]
-                    bias = mask.bias
-                    if block in chosen:
-                        _, own = self._run(token_ids[begin : here.stop], start + begin, parts)
-                        bias = 0.0
-                    parts.append(Part(own, range(start + begin, start + here.stop), bias))
-            behind = max(behind, start + len(token_ids))
+                continue
+            before = (*preamble, *mask.sink)
+            _, layers = self._run((*before, *token_ids), start - len(before), [])
+            hidden = min(mask.num_hidden, len(token_ids) - 1)
+            chosen = chosen_blocks[index] if chosen_blocks else ()
+            size = block_size if chosen else len(token_ids)
+            for block, begin in enumerate(range(hidden, len(token_ids), size)):
+                here = range(begin, min(begin + size, len(token_ids)))
+                seen = slice(len(before) + begin, len(before) + here.stop)
+                # Keys that are smaller by a factor make scores smaller by it.
+                own = [(k[:, :, seen] / mask.temperature, v[:, :, seen]) for k, v in layers]
+                bias = mask.bias
+                if block in chosen:
+                    _, own = self._run(token_ids[begin : here.stop], start + begin, parts)
+                    bias = 0.0
+                parts.append(Part(own, range(start + begin, start + here.stop), bias))
         return parts, behind
 
     def _run(self, token_ids: Sequence[int], start: int, parts: Sequence[Part]) -> tuple[torch.Tensor, list[LayerKV]]:

@@ -9,7 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fixtures.kernel_engine import kernel_engine
-from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, GREEDY, answer, drain, loaded_tiny, make_engine, prompt
+from fixtures.tiny_engine import (
+    CHUNK_METHODS,
+    FULL_METHODS,
+    GREEDY,
+    answer,
+    drain,
+    loaded_tiny,
+    make_engine,
+    mask_of,
+    prompt,
+)
 from fixtures.tiny_models import tiny_model
 from fixtures.tiny_tokenizer import tiny_tokenizer
 from lazyattention.config import ChunkOptions
@@ -50,22 +60,6 @@ FAMILIES = [
     ("smollm3", "some layers without RoPE"),
     ("gpt_oss", "yarn"),
 ]
-
-
-def mask_of(options):
-    def tokens(text):
-        return tuple(tiny_tokenizer()(text, add_special_tokens=False)["input_ids"])
-
-    sink = (tiny_tokenizer().bos_token_id,) if options.sink == "bos" else tokens(options.sink)
-    return Mask(
-        options.encoding,
-        separator=tokens(options.separator),
-        sink=sink,
-        num_hidden=options.num_hidden,
-        is_parallel=options.positions == "parallel",
-        temperature=options.chunk_temperature,
-        bias=options.chunk_bias,
-    )
 
 
 @functools.cache
