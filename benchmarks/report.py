@@ -15,8 +15,9 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 INTRODUCTION = """# Benchmarks
 
-Written by `benchmarks/report.py` from the files in `benchmarks/results/`. Medians; both sides of every ratio ran in one
-process. What a reuse method is: [reuse_methods.md](reuse_methods.md). What reuse costs in answers: [quality.md](quality.md).
+How fast every reuse method is and what memory it takes, on a CPU and on a GPU. Written by `benchmarks/report.py` from the files
+in `benchmarks/results/`. Medians; both sides of every ratio ran in one process. What a reuse method is:
+[reuse_methods.md](reuse_methods.md). What reuse costs in answers: [quality.md](quality.md).
 """
 
 
