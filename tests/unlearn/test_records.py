@@ -126,7 +126,10 @@ def test_options_are_converted_and_refused_by_name():
     assert config.with_options({"guards.target": "none"}).guards.target is None
     for options, message in (
         ({"optimizer.learning_rate": "1"}, "unknown option"),
-        ({"optim.lr": "1"}, "unknown option"),
+        ({"optimizer.lrr": "1"}, "unknown option 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        ({"optim.lr": "1"}, "did you mean 'optimizer.lr'?"),
+        ({"lr": "1"}, "write section.option, sections are attribution"),
+        ({"optimizer.zzz": "1"}, "options of optimizer are betas"),
         ({"optimizer.lr": "fast"}, "cannot be read"),
         ({"attribution.contrast": "maybe"}, "cannot be read"),
         ({"train.attention": "half"}, "must be one of"),

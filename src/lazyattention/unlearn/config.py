@@ -6,6 +6,7 @@ option here. No default below is "the paper's value" unless its line says so; do
 """
 
 import dataclasses
+import difflib
 import json
 import types
 import typing
@@ -372,7 +373,7 @@ class UnlearnConfig:
         for dotted, value in options.items():
             section, _, name = dotted.partition(".")
             if section not in _SECTIONS or name not in {f.name for f in dataclasses.fields(_SECTIONS[section])}:
-                raise ConfigError(f"unknown option {dotted!r}; write section.option, sections: {', '.join(_SECTIONS)}")
+                raise ConfigError(f"unknown option {dotted!r}; {_nearest(dotted)}")
             hint = typing.get_type_hints(_SECTIONS[section])[name]
             nested[section][name] = _convert(dotted, value, hint) if isinstance(value, str) else value
         return UnlearnConfig.from_dict(nested)
@@ -386,6 +387,19 @@ _SECTIONS: dict[str, Any] = {
     "train": TrainConfig,
     "guards": GuardConfig,
 }
+
+
+def _nearest(dotted: str) -> str:
+    """Say which option was probably meant, else which there are."""
+    names = {section: sorted(f.name for f in dataclasses.fields(kind)) for section, kind in _SECTIONS.items()}
+    section, _, name = dotted.partition(".")
+    if near := difflib.get_close_matches(section, names, n=1):
+        section = near[0]
+    if section not in names:
+        return f"write section.option, sections are {', '.join(names)}"
+    if near := difflib.get_close_matches(name, names[section], n=1):
+        return f"did you mean '{section}.{near[0]}'?"
+    return f"options of {section} are {', '.join(names[section])}"
 
 
 def _convert(name: str, text: str, hint: Any) -> Any:  # noqa: ANN401 - types are values here
