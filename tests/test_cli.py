@@ -63,6 +63,12 @@ def test_blocks_are_recomputed_on_request(model, folder):
     assert (result.exit_code, "did you mean 'first'" in result.stderr) == (2, True)
 
 
+def test_the_report_names_the_method_that_ran_not_the_one_that_was_wanted(model, folder):
+    [line] = ask_json("-m", model, "-d", folder, "--max-tokens", 4, "--max-loss", 0.1, "what is alpha")
+    assert line["reuse_method"] == "full_recompute"  # nothing was measured for this model
+    assert {item["status"] for item in line["documents"]} == {"computed"}
+
+
 def test_second_question_finds_the_documents(model, folder):
     first, second = ask_json("-m", model, "-d", folder, "--max-tokens", 4, "what is alpha", "what is zeta")
     assert [item["status"] for item in first["documents"]] == ["miss"] * 3

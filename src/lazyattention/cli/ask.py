@@ -61,7 +61,6 @@ class _Session:
     params: "SamplingParams"
     system: str | None
     is_json: bool
-    reuse_method: str
 
     def answer(self, question: str) -> None:
         """Ask one question and print the answer with its report."""
@@ -72,11 +71,12 @@ class _Session:
         output = _collect(stream) if self.is_json else _print_stream(stream)
         if output.error is not None:
             raise output.error
+        reuse_method = self.llm.engine.gate.reuse_method
         if self.is_json:
-            line = to_dict(question, output, model=self.llm.model_name, reuse_method=self.reuse_method)
+            line = to_dict(question, output, model=self.llm.model_name, reuse_method=reuse_method)
             write_answer(json.dumps(line, ensure_ascii=False) + "\n")
         else:
-            err.print(answer_report(output, self.reuse_method))
+            err.print(answer_report(output, reuse_method))
             err.print()
 
 
@@ -150,7 +150,7 @@ def ask(
             count_tokens=lambda text: len(llm.tokenizer.encode(text, add_special_tokens=False)),
             max_chunk_len=config.cache.max_chunk_len,
         )
-        session = _Session(llm, corpus, params, system, as_json, config.reuse_method)
+        session = _Session(llm, corpus, params, system, as_json)
         for question in questions or ():
             if len(questions or ()) > 1 and not as_json:
                 err.print(question, style="bold", markup=False)
