@@ -24,6 +24,7 @@ def test_flat_options_keep_what_the_base_says():
         ({"blok_size": 16}, "unknown option 'blok_size'. Did you mean 'block_size'"),
         ({"block_size": 24}, "block_size must be a power of two, got 24"),
         ({"block_size": 0}, "block_size must be a positive number, got 0"),
+        ({"max_loss": float("nan")}, "max_loss must be a positive number, got nan"),
         ({"num_blocks": True}, "num_blocks must be a positive number, got True"),
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens must be a positive number, got 'many'"),
         ({"encoding": "alone"}, "encoding must be one of after_preamble, isolated, got 'alone'"),

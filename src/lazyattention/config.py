@@ -3,7 +3,6 @@
 
 import difflib
 from dataclasses import dataclass, field, fields, replace
-from math import isfinite
 from typing import Any
 
 from lazyattention.errors import ConfigError
@@ -21,8 +20,14 @@ def _doc(text: str, **more: object) -> dict[str, object]:
 def _check_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
             raise ConfigError(f"{name} must be a positive number, got {value!r}")
+
+
+def _check_within(config: object, name: str, low: float, high: float) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {str(value):.20}")
 
 
 def _check_choice(config: object, name: str, allowed: tuple[str, ...]) -> None:
@@ -97,8 +102,8 @@ class ChunkOptions:
         num_hidden: First tokens of each chunk that only the chunk itself sees; at least one token stays visible.
         sink: Tokens encoded in front of each chunk, which only the chunk itself sees and which are no part of the
             prompt: "bos", a text, or "" for none.
-        chunk_temperature: What text's attention scores on chunks are divided by, before any cap of the model's.
-        chunk_bias: What is added to these scores afterwards.
+        chunk_temperature: What text's attention scores on chunks are divided by, before any cap of the model's; 0.001 to 1000.
+        chunk_bias: What is added to these scores afterwards; -1000 to 1000.
         calibrated: Take both from `lazyattention quality --calibrate`, for this model and the other options.
     """
 
@@ -121,17 +126,16 @@ class ChunkOptions:
         _check_choice(self, "encoding", ENCODINGS)
         _check_choice(self, "positions", POSITIONS)
         for name in ("separator", "sink"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} must be a text, got {getattr(self, name)!r}")
+            text = getattr(self, name)
+            if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
+                raise ConfigError(f"{name} must be a text, got {text!r:.80}")
         if isinstance(self.num_hidden, bool) or not isinstance(self.num_hidden, int) or self.num_hidden < 0:
             raise ConfigError(f"num_hidden must be a whole number of at least 0, got {self.num_hidden!r}")
-        _check_positive(self, "chunk_temperature")
-        if (
-            isinstance(self.chunk_bias, bool)
-            or not isinstance(self.chunk_bias, int | float)
-            or not isfinite(self.chunk_bias)
-        ):
-            raise ConfigError(f"chunk_bias must be a finite number, got {self.chunk_bias!r}")
+        # Beyond these, scores leave float32's range.
+        _check_within(self, "chunk_temperature", 1e-3, 1e3)
+        _check_within(self, "chunk_bias", -1e3, 1e3)
+        if not isinstance(self.calibrated, bool):
+            raise ConfigError(f"calibrated must be True or False, got {self.calibrated!r:.80}")
         if self.calibrated and self.scales_scores:
             raise ConfigError("calibrated brings its own chunk_temperature and chunk_bias; leave them out")
 

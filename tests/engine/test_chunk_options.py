@@ -363,15 +363,36 @@ def test_what_can_never_fit_counts_heads():
         ({"sink": None}, "sink must be a text"),
         ({"separator": 3}, "separator must be a text"),
         ({"encoding": "alone"}, "encoding must be one of"),
-        ({"chunk_temperature": 0}, "chunk_temperature must be a positive number"),
-        ({"chunk_bias": float("inf")}, "chunk_bias must be a finite number"),
-        ({"chunk_bias": True}, "chunk_bias must be a finite number"),
+        ({"separator": "\ud800"}, "separator must be a text"),
+        ({"chunk_temperature": 0}, "chunk_temperature must be a number from 0.001 to 1000, got 0"),
+        ({"chunk_temperature": float("nan")}, "chunk_temperature must be a number from 0.001 to 1000, got nan"),
+        ({"chunk_temperature": 1e-300}, "chunk_temperature must be a number from"),
+        ({"chunk_temperature": 10**400}, "chunk_temperature must be a number from"),
+        ({"chunk_bias": float("inf")}, "chunk_bias must be a number from -1000 to 1000, got inf"),
+        ({"chunk_bias": True}, "chunk_bias must be a number from"),
+        ({"chunk_bias": "1"}, "chunk_bias must be a number from"),
+        ({"calibrated": "yes"}, "calibrated must be True or False, got 'yes'"),
         ({"calibrated": True, "chunk_bias": 0.5}, "calibrated brings its own"),
     ],
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         ChunkOptions(**options)
+
+
+@pytest.mark.parametrize("wrong", [{"num_hidden": 3}, "isolated", ChunkOptions])
+def test_options_of_another_type_are_named(wrong):
+    engine = make_small()
+    with pytest.raises(RequestError, match="chunk_options must be ChunkOptions"):
+        engine.add_request("a", prompt("d9 t5"), chunk_options=wrong)
+    assert not engine.has_work
+
+
+def test_nothing_grows_with_the_options_that_requests_bring():
+    engine = make_small()
+    for number in range(3):
+        answer(engine, prompt("d9 t5"), chunk_options=ChunkOptions(chunk_bias=number / 8))
+    assert not engine._resolved
 
 
 def test_a_tokenizer_without_bos_refuses_it_as_sink():

@@ -157,6 +157,8 @@ def test_shares_are_rounded_up_and_taken_from_the_highest_scores(name):
     assert policy.choose(0.3, [0, 3, 1, 3], 16, scores) == ((), (1,), (0,), (2,))
     assert policy.num_blocks(0.15, [20], 16) == 3
     assert policy.num_blocks(0.01, [20], 16) == 1
+    assert policy.num_blocks(1e-12, [20], 16) == 1
+    assert policy.num_blocks(1e-12, [0, 0], 16) == 0
     assert policy.choose(1.0, [0, 3, 1, 3], 16, scores) == ((), (0, 1, 2), (0,), (0, 1, 2))
 
 
@@ -397,6 +399,9 @@ def test_nothing_to_recompute(policy, shorthand):
         ("deviation:0", "share above 0"),
         ("attention:1.1", "share above 0"),
         ("attention:nan", "share above 0"),
+        ("", "recompute must be none or one of first:N"),
+        (16, "recompute must be none or one of first:N"),
+        (["first:16"], "recompute must be none or one of first:N"),
         ("frist:16", "did you mean 'first'"),
     ],
 )

@@ -128,9 +128,14 @@ class Engine:
 
         Raises:
             ConfigError: Nothing was calibrated for them.
+            RequestError: They are something else.
         """
         if options is None:
             return self.config.chunk
+        if not isinstance(options, ChunkOptions):
+            raise RequestError(f"chunk_options must be ChunkOptions, got {options!r:.80}")
+        if not options.calibrated:
+            return options
         if options not in self._resolved:
             self._resolved[options] = resolve(self.loaded.weights_id, self.config, options)
         return self._resolved[options]

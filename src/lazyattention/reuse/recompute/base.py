@@ -76,7 +76,7 @@ class HighestScores(RecomputePolicy):
 
     def num_blocks(self, amount: float, block_counts: Sequence[int], block_size: int) -> int:
         # Rounded up, but not because 0.15 * 20 is a hair above 3 in binary.
-        return math.ceil(amount * sum(block_counts) - 1e-9)
+        return min(sum(block_counts), max(1, math.ceil(amount * sum(block_counts) - 1e-9)))
 
     def choose(
         self, amount: float, block_counts: Sequence[int], block_size: int, scores: Sequence[Sequence[float]] | None

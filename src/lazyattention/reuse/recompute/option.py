@@ -43,7 +43,7 @@ class Recompute:
             return value
         if value == NO_RECOMPUTE:
             return None
-        name, _, amount = value.partition(":")
+        name, _, amount = value.partition(":") if isinstance(value, str) else ("", "", "")
         try:
             number = float(amount)
             RECOMPUTE_POLICIES[name]
