@@ -57,6 +57,41 @@ def test_answers_over_http_equal_the_offline_engine(loaded, server):
             assert answer.usage.prompt_tokens == expected.num_prompt_tokens
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"positions": "parallel", "num_hidden": 3, "sink": "bos", "chunk_temperature": 0.8, "chunk_bias": -0.5},
+        {"encoding": "isolated", "separator": "the log\n", "recompute": "attention:0.3"},
+        {"max_loss": 0.1, "num_hidden": 2, "recompute": "first:4"},
+    ],
+)
+def test_chunk_options_of_a_server_are_those_of_the_offline_engine(loaded, options):
+    """Answers, reports and usage agree with the engine and with each other; cold, warm, and by every kind of reuse."""
+    config = EngineConfig.of(num_blocks=500, **options)
+    messages, documents = conversation(5)
+    documents = [*documents, "", "x", documents[0]]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    body = {"model": "tiny", "messages": messages, "documents": documents, "temperature": 0, "max_tokens": 6}
+    with LLM(loaded, config=config) as llm, running_engine(loaded, config) as engine, live_server(engine) as server:
+        for reuse in ("auto", "auto", "always", "never"):
+            (expected,) = llm.chat(messages, params, documents=documents, reuse=reuse)
+            more = {"reuse": reuse, "include_document_report": True}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=60).json()
+            assert answer["choices"][0]["message"]["content"] == expected.text
+            usage, entries = answer["usage"], answer["documents"]
+            assert usage["prompt_tokens"] == expected.num_prompt_tokens
+            assert usage["prompt_tokens_details"]["cached_tokens"] == expected.num_reused_tokens
+            for name in ("num_tokens", "num_reused_tokens", "num_recomputed_tokens"):
+                assert sum(entry[name] for entry in entries) == sum(getattr(one, name) for one in expected.documents)
+        metrics = httpx.get(f"{server.url}/metrics").text
+        stats = llm.stats()
+        for metric, stat in {
+            "recomputed_tokens": "num_recomputed_tokens",
+            "recompute_selections": "num_selections",
+        }.items():
+            assert f"lazyattention_{metric}_total {float(stats[stat])}" in metrics
+
+
 async def test_recomputed_blocks_over_http_equal_the_offline_engine(loaded, server):
     messages, documents = conversation(77)
     with LLM(loaded, config=EngineConfig(cache=CacheConfig(num_blocks=500))) as llm, httpx.Client() as client:
