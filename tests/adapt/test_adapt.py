@@ -3,13 +3,14 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from fixtures.tiny_engine import make_engine, prompt
+from fixtures.tiny_engine import loaded_tiny, make_engine, prompt
 from fixtures.tiny_models import save_tiny, tiny_model
 from fixtures.tiny_tokenizer import tiny_tokenizer
 from lazyattention.adapt import workflow
@@ -368,3 +369,10 @@ def test_the_command_adapts(tmp_path):
     Engine(load_model(str(folder), adapter=str(tmp_path / "adapter"), progress=False))
     wrong = CliRunner().invoke(app, [*arguments, "--objective", "distil"])
     assert wrong.exit_code == 2
+
+
+def test_a_missing_package_is_named_before_any_sample_is_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(workflow, "prepare_samples", lambda *_: pytest.fail("minutes of work before the error"))
+    with pytest.raises(ConfigError, match="peft"):
+        run_adapt(loaded_tiny(num_hidden_layers=1), AdaptRequest(data=("needle",), output=tmp_path))

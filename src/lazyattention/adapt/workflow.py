@@ -73,6 +73,10 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
         UnsupportedError: The model's training attention does not equal the engine's.
     """
     started_s = time.perf_counter()
+    try:
+        import peft  # noqa: F401  # needed after minutes of sampling: say so now
+    except ImportError as error:
+        raise ConfigError("adapting needs the package peft; run: pip install 'lazyattention[quality]'") from error
     if getattr(loaded.model, "quantization_method", None) is not None:
         raise UnsupportedError(
             "the model's weights are packed (quantised); adapt needs dense ones: load it dequantised"
@@ -205,10 +209,8 @@ def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Samp
 def _train(
     loaded: LoadedModel, samples: Sequence[Sample], request: AdaptRequest, chunking: Chunking
 ) -> tuple[TrainingLog, Any]:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ConfigError("adapting needs the package peft; run: pip install 'lazyattention[quality]'") from error
+    from peft import LoraConfig, get_peft_model
+
     config = request.config
     torch.manual_seed(config.seed)
     lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
