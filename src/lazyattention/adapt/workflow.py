@@ -28,6 +28,7 @@ from lazyattention.quality.progress import progress_bar
 from lazyattention.quality.questions import passages_of, write_questions
 from lazyattention.reuse import Chunking
 from lazyattention.utils.environment import describe_environment
+from lazyattention.utils.packages import require_package
 
 REPORT_NAME = "adapt.json"
 SAMPLES_NAME = "samples.jsonl"
@@ -73,10 +74,7 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
         UnsupportedError: The model's training attention does not equal the engine's.
     """
     started_s = time.perf_counter()
-    try:
-        import peft  # noqa: F401  # needed after minutes of sampling: say so now
-    except ImportError as error:
-        raise ConfigError("adapting needs the package peft; run: pip install 'lazyattention[quality]'") from error
+    require_package("peft", "adapting", "quality")  # it is used after minutes of sampling
     if getattr(loaded.model, "quantization_method", None) is not None:
         raise UnsupportedError(
             "the model's weights are packed (quantised); adapt needs dense ones: load it dequantised"

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lazyattention import envs
 from lazyattention.errors import ConfigError
+from lazyattention.utils.packages import require_package
 
 _out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
 
@@ -76,6 +77,8 @@ def quality_command(
 
     if against is not None and not against.is_dir():
         raise ConfigError(f"--against {against} is not a folder; name the output folder of another run")
+    if plot and not calibrate:
+        require_package("matplotlib", "drawing plot.png (or give --no-plot)", "quality")
     config = MeasureConfig(
         options=tuple(option or ("after_preamble", "isolated")),
         system=SHORT_ANSWERS if system is None else system,

@@ -4,8 +4,8 @@
 from pathlib import Path
 from typing import Any
 
-from lazyattention.errors import ConfigError
 from lazyattention.quality.options import FULL_ATTENTION
+from lazyattention.utils.packages import require_package
 
 
 def save_plot(summary: dict[str, Any], path: Path, title: str) -> None:
@@ -14,13 +14,12 @@ def save_plot(summary: dict[str, Any], path: Path, title: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
+    require_package("matplotlib", "drawing plot.png", "quality")
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("plots need the package matplotlib; run: pip install 'lazyattention[quality]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     options = [name for name in summary["options"] if name != FULL_ATTENTION]
     has_golds = all("gold_nll" in summary["options"][name] for name in options)
     metric, label = ("gold_nll", "gold answer") if has_golds else ("nll", "full attention's answer")

@@ -18,6 +18,7 @@ from rich.table import Table
 from lazyattention import envs
 from lazyattention.documents.client import DocumentClient
 from lazyattention.errors import ConfigError
+from lazyattention.utils.packages import require_package
 
 if TYPE_CHECKING:
     from lazyattention.unlearn.config import UnlearnConfig
@@ -100,6 +101,8 @@ def _explained() -> Iterator[None]:
 
 
 def _workflow() -> Any:  # noqa: ANN401 - a module
+    for name in ("scipy", "matplotlib"):
+        require_package(name, "unlearning", "unlearn")
     with _explained():
         workflow = importlib.import_module("lazyattention.unlearn.workflow")
     _quiet_transformers()
