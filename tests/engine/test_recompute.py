@@ -306,6 +306,19 @@ def test_stored_text_knows_which_of_two_equal_blocks_was_recomputed():
         assert error_of(recorder.of(f"{block}"), want) < TOLERANCE
 
 
+def test_stored_text_knows_how_many_hidden_tokens_stand_before_it():
+    """Of both documents only equal last tokens are visible, all recomputed: the same tokens at other positions."""
+    engine = make_engine(block_size=4, encoding="isolated", num_hidden=40, separator="the log\n")
+    separator = tuple(tiny_tokenizer()("the log\n", add_special_tokens=False)["input_ids"])
+    mask = Mask("isolated", separator=separator, num_hidden=40)
+    recorder = LogitsRecorder(engine)
+    for words in ("p8 d16 t9", "p8 d9 t9"):
+        layout = prompt(words)
+        token_ids = answer(engine, layout, request_id=words, recompute="first:1").outputs[0].token_ids
+        want = small_oracle().logits(layout, token_ids[:-1], mask=mask, chosen_blocks=[(), (0,), ()], block_size=4)
+        assert error_of(recorder.of(words), want) < TOLERANCE
+
+
 def test_what_is_reported():
     engine = make_engine(block_size=8)
     layout = prompt("p11 d33 d9 t5")

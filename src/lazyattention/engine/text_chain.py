@@ -96,7 +96,11 @@ class TextChain:
                     return (span, token_ids) if computed or not computed_only else None
                 if not is_closed:
                     return None
-            elif span.chunk_key is not None and not self._plan.spans[span.source].is_hidden:
+            elif self._plan.spans[span.source].is_hidden:
+                # Nobody sees it, but a document's hidden tokens take positions: what follows stands further on.
+                if self._plan.spans[span.source].span.is_document:
+                    self._key = boundary_key(self._key, b"hidden", (0, len(span.token_ids)))
+            elif span.chunk_key is not None:
                 part = (span.chunk_start, len(span.token_ids)) if span.is_part else ()
                 self._key = boundary_key(self._key, span.chunk_key.digest, part)
                 # The document's tag, too: text may outlive the chunk that it was computed behind.
