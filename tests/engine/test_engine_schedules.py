@@ -64,8 +64,20 @@ RECOMPUTES = ("none", "none", "first:1", "first:6", "deviation:0.3", "attention:
 SCOPES = ("a", "a", "a", "b")
 OWNERS = ("a", "b", "shared")
 TEXT = "the log\n"
+# Those that differ in one thing meet often: nothing of one may be taken for the other's.
 OPTIONS = st.one_of(
     st.none(),
+    st.sampled_from(
+        [
+            ChunkOptions(),
+            ChunkOptions(encoding="isolated"),
+            ChunkOptions(positions="parallel"),
+            ChunkOptions(num_hidden=3),
+            ChunkOptions(sink="bos"),
+            ChunkOptions(chunk_temperature=0.6),
+            ChunkOptions(chunk_bias=-1.0),
+        ]
+    ),
     st.builds(
         ChunkOptions,
         encoding=st.sampled_from(["after_preamble", "isolated"]),
@@ -163,7 +175,8 @@ class TinyModels:
                 layout, token_ids[:-1], mask=mask, chosen_blocks=chosen_blocks, block_size=self._engine.cache.block_size
             )
             got = self._recorder.of(request_id, completion.index)[: len(token_ids)]
-            assert error_of(got, want) < TOLERANCE, (request_id, mask, chosen_blocks)
+            error = error_of(got, want)
+            assert error < TOLERANCE, (error, request_id, mask, chosen_blocks)
             assert token_ids == got.argmax(-1).tolist()
             if params.logprobs is not None:
                 likeliest = want.log_softmax(-1).max(-1).values.tolist()
@@ -559,11 +572,11 @@ def symbols_have_deviations(monkeypatch):
 
 
 def test_any_schedule():
-    _run(Schedules, 30, 40)
+    _run(Schedules, 18, 25)
 
 
 def test_any_schedule_of_tiny_models():
-    _run(SchedulesOfModels, 16, 40)
+    _run(SchedulesOfModels, 8, 20)
 
 
 @pytest.mark.slow
