@@ -5,6 +5,7 @@ import gc
 import io
 
 import pytest
+from transformers.utils import logging as transformers_logging
 
 from fixtures.tiny_engine import loaded_tiny, named_tokens
 from fixtures.tiny_models import save_tiny
@@ -294,6 +295,7 @@ def test_closing_ends_a_stream_as_aborted():
 
 
 def test_without_a_terminal_nothing_shows_progress_unless_asked_for(tmp_path, monkeypatch, capfd):
+    transformers_logging.enable_progress_bar()  # commands switch it off for the whole process
     folder = str(save_tiny(tmp_path))
     capfd.readouterr()
     with LLM(folder, num_blocks=64) as llm:
