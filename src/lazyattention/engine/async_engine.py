@@ -88,7 +88,8 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Run one request; yield its outputs as they come, the last one with `finished` set.
 
-        A reader that is slower than the engine gets several steps' outputs as one, their deltas together. Closing or cancelling the iterator aborts the request and frees its blocks.
+        A reader that is slower than the engine gets several steps' outputs as one, their deltas together. Closing or
+        cancelling the iterator aborts the request and frees its blocks.
 
         Raises:
             RequestError: The request is malformed or can never fit.

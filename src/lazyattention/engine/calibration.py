@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lazyattention.config import ChunkOptions, EngineConfig
-from lazyattention.engine.measured import broken, find, keep, path_of
+from lazyattention.engine.measured import find, keep, path_of
 from lazyattention.errors import ConfigError
 from lazyattention.utils.logging import get_logger
 
@@ -48,14 +48,7 @@ def find_calibration(weights_id: str, config: EngineConfig, options: ChunkOption
     Raises:
         ConfigError: The file is broken.
     """
-    path = _path(weights_id, config, options)
-    values = find(path, _WHAT)
-    if values is None:
-        return None
-    try:
-        return Calibration(**values)
-    except TypeError as error:
-        raise broken(path, _WHAT, error) from error
+    return find(_path(weights_id, config, options), _WHAT, Calibration)
 
 
 def resolve(weights_id: str, config: EngineConfig, options: ChunkOptions) -> ChunkOptions:

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lazyattention import envs
@@ -25,6 +25,7 @@ from lazyattention.engine.request import RequestGroup, Sequence
 from lazyattention.engine.sampler import SampledToken, Sampler, SamplingRow, seed_key
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.engine.scheduler import Scheduler, Step
+from lazyattention.engine.stats import EngineStats
 from lazyattention.errors import CapacityError, LazyAttentionError, RequestError
 from lazyattention.reuse import REUSE_METHODS, PromptLayout, ReuseMethod, SpanUse
 from lazyattention.reuse.recompute import Evidence, Recompute
@@ -37,39 +38,6 @@ logger = get_logger(__name__)
 # Expired chunks and passed deadlines are looked for this often.
 _HOUSEKEEPING_S = 1.0
 REUSE_CHOICES = ("auto", "always", "never")
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since start, for metrics; see also CacheStats.
-
-    Attributes:
-        num_steps: Forward passes.
-        num_prompt_tokens: Prompt tokens of requests that ran and ended.
-        num_computed_tokens: Tokens computed, output included.
-        num_output_tokens: Tokens sampled.
-        num_finished: Requests that ended, for whatever reason.
-        num_failed: Of these, with an error.
-        num_recomputed_tokens: Document tokens in blocks that were computed anew, of requests that ran and ended.
-        num_selections: Requests for which it was measured which blocks to compute anew.
-        num_selection_tokens: Tokens computed for that, in the share of the model's layers that they went through.
-        selection_s: Seconds inside passes made for that alone.
-        forward_s: Seconds inside the model's forward.
-        step_s: Seconds inside `step`.
-    """
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
-    num_finished: int = 0
-    num_failed: int = 0
-    num_recomputed_tokens: int = 0
-    num_selections: int = 0
-    num_selection_tokens: float = 0.0
-    selection_s: float = 0.0
-    forward_s: float = 0.0
-    step_s: float = 0.0
 
 
 class Engine:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lazyattention.config import EngineConfig
-from lazyattention.engine.measured import broken, find, keep, path_of
+from lazyattention.engine.measured import find, keep, path_of
 from lazyattention.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -66,14 +66,7 @@ def find_loss(weights_id: str, config: EngineConfig) -> MeasuredLoss | None:
     Raises:
         ConfigError: The file is broken.
     """
-    path = _path(weights_id, config)
-    values = find(path, _WHAT)
-    if values is None:
-        return None
-    try:
-        return MeasuredLoss(**values)
-    except TypeError as error:
-        raise broken(path, _WHAT, error) from error
+    return find(_path(weights_id, config), _WHAT, MeasuredLoss)
 
 
 def decide(weights_id: str, config: EngineConfig) -> GateDecision:

@@ -6,12 +6,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lazyattention import envs
 from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.errors import ConfigError
 from lazyattention.utils.hashing import digest_fields
+
+_Kind = TypeVar("_Kind")
 
 
 def path_of(kind: str, weights_id: str, config: EngineConfig, chunk: ChunkOptions) -> Path:
@@ -47,8 +49,8 @@ def keep(path: Path, what: str, values: Mapping[str, Any]) -> None:
         ) from error
 
 
-def find(path: Path, what: str) -> dict[str, Any] | None:
-    """Read a measurement, or return None if there is none.
+def find(path: Path, what: str, kind: type[_Kind]) -> _Kind | None:
+    """Read a measurement as a `kind` (a dataclass), or return None if there is none.
 
     Raises:
         ConfigError: The file is broken.
@@ -58,12 +60,14 @@ def find(path: Path, what: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise broken(path, what, error) from error
+        raise _broken(path, what, error) from error
     if not isinstance(values, dict):
-        raise broken(path, what, "it holds no object")
-    return values
+        raise _broken(path, what, "it holds no object")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise _broken(path, what, error) from error
 
 
-def broken(path: Path, what: str, reason: object) -> ConfigError:
-    """Return the error for a file that cannot be understood."""
+def _broken(path: Path, what: str, reason: object) -> ConfigError:
     return ConfigError(f"the {what} in {path} cannot be read: {reason}; delete it and measure again")

@@ -10,6 +10,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.models.reading import READ_ERRORS, short
 from lazyattention.models.weights_id import folder_digest
 from lazyattention.utils.hashing import digest_fields
+from lazyattention.utils.packages import require_package
 
 _CONFIG_NAME = "adapter_config.json"
 
@@ -31,12 +32,9 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel
         raise ConfigError(
             f"adapter {str(folder)!r} has no {_CONFIG_NAME}; expected the folder of a PEFT adapter; check the path"
         )
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ConfigError(
-            "adapter= needs the package peft, which is not installed; run: pip install 'lazyattention[unlearn]'"
-        ) from error
+    require_package("peft", "adapter=", "unlearn")
+    from peft import PeftModel
+
     digest = digest_fields([(folder / _CONFIG_NAME).read_bytes(), folder_digest(folder)]).hex()
     try:
         wrapped = PeftModel.from_pretrained(model, str(folder))

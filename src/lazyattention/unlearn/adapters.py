@@ -18,17 +18,14 @@ from lazyattention.unlearn.architectures import Architecture, DownProjection
 from lazyattention.unlearn.config import TrainConfig
 from lazyattention.unlearn.masked_step import take
 from lazyattention.unlearn.neuron_mask import NeuronMask, Selection
+from lazyattention.utils.packages import require_package
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
 def _peft() -> Any:  # noqa: ANN401 - a module
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("LoRA needs the package peft; run: pip install 'lazyattention[unlearn]'") from error
-    return peft
+    return require_package("peft", "LoRA", "unlearn")
 
 
 def add_attention_lora(model: PreTrainedModel, architecture: Architecture, config: TrainConfig) -> PreTrainedModel:

@@ -5,6 +5,7 @@ Masking gradients is not enough: weight decay and momentum move a weight whose g
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -75,7 +76,7 @@ def clip_gradients(
     return norm
 
 
-class MaskedOptimizer(torch.optim.Optimizer):
+class MaskedOptimizer(torch.optim.Optimizer, ABC):
     """Base of optimisers that keep optimizer.state for selected slices only, in float32.
 
     Weights outside the selection are never read or written, so they stay bit-identical, decay included. A weight of
@@ -114,9 +115,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 state["master"] = values.float().clone()
         return state
 
+    @abstractmethod
     def init_slots(self, state: dict[str, Any], values: torch.Tensor) -> None:
         """Fill the optimizer.state of a parameter whose selected slices are `values`."""
-        raise NotImplementedError
 
     def begin_step(self) -> None:
         """Run once before a step's updates; nothing to do by default."""
@@ -124,9 +125,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def end_step(self) -> None:
         """Run once after a step's updates; nothing to do by default."""
 
+    @abstractmethod
     def update(self, values: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Move `values` (float32, in place) by one step."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -2,12 +2,13 @@
 """Optional packages: their absence is said before work begins, with the command that installs them."""
 
 import importlib
+from typing import Any
 
 from lazyattention.errors import ConfigError
 
 
-def require_package(name: str, what: str, extra: str) -> None:
-    """Import a package or say how to get it.
+def require_package(name: str, what: str, extra: str) -> Any:  # noqa: ANN401 - a module
+    """Import a package and return it, or say how to get it.
 
     Args:
         name: The package's import name.
@@ -18,6 +19,6 @@ def require_package(name: str, what: str, extra: str) -> None:
         ConfigError: It is not installed.
     """
     try:
-        importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(f"{what} needs the package {name}; run: pip install 'lazyattention[{extra}]'") from error
