@@ -106,6 +106,18 @@ def test_what_an_option_costs_is_counted_over_stored_documents(tmp_path):
     engine.check_idle()
 
 
+def test_costs_are_measured_on_the_first_questions_only(tmp_path):
+    config = replace(CONFIG, num_timed=2)
+    metrics = [record.metrics["isolated"] for record in measure(engine_of(), EXAMPLES, config, tmp_path)]
+    assert ["ttft_s" in found for found in metrics] == [True, True, False, False, False]
+    assert all("kl" in found for found in metrics)
+    summary = summarize(read_records(tmp_path))["options"]["isolated"]
+    assert summary["ttft_s"]["value"]["num_questions"] == 2
+    assert summary["kl"]["value"]["num_questions"] == 5
+    with pytest.raises(ConfigError, match="num_timed must be at least 0, got -1"):
+        replace(CONFIG, num_timed=-1)
+
+
 def test_blocks_of_the_engines_option_are_measured_and_remembered(tmp_path):
     """`--recompute` changes what the plain options are; their loss is not that of engines without it."""
     measured = measure(engine_of(), EXAMPLES[:2], CONFIG, tmp_path / "without")
@@ -156,11 +168,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     asked = []
     ask_group = measure_module._measure_group
 
-    def fail_at_second(engine, group, config):
+    def fail_at_second(engine, group, *more):
         asked.append([example.id for example in group])
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return ask_group(engine, group, config)
+        return ask_group(engine, group, *more)
 
     monkeypatch.setattr(measure_module, "_measure_group", fail_at_second)
     with pytest.raises(KeyboardInterrupt):

@@ -79,22 +79,24 @@ class _Recorder:
 def score(
     engine: Engine,
     layouts: Sequence[PromptLayout],
-    answers: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int] | None],
     *,
+    max_tokens: int = 16,
     reuse_method: str | None = None,
     chunk_options: ChunkOptions | None = None,
     recompute: str | None = None,
     scope: str = "default",
     on_done: Callable[[], None] | None = None,
 ) -> list[ScoredAnswer]:
-    """Score one given answer per prompt. Exact: the log-probabilities are those of a request that generates it.
+    """Score one given answer per prompt, or let the model answer. Exact: log-probabilities are those of generating it.
 
     Memory grows with the number of answer tokens times the vocabulary: score in groups.
 
     Args:
         engine: Runs them beside whatever else it runs; must not be stepped by somebody else meanwhile.
         layouts: Prompts, from `engine.prompts`.
-        answers: Token ids, at least one each.
+        answers: Token ids, at least one each; None = generate greedily.
+        max_tokens: Longest generated answer.
         reuse_method: Another method than the engine's.
         chunk_options: Other chunk options than the engine's.
         recompute: Which blocks of stored documents to compute anew; None = as the engine's option says.
@@ -112,13 +114,34 @@ def score(
         raise RequestError(f"got {len(answers)} answers for {len(layouts)} prompts; give one answer each")
     vocab_size = engine.loaded.vocab_size
     for index, answer in enumerate(answers):
-        if not answer or not all(0 <= token_id < vocab_size for token_id in answer):
+        if answer is not None and (not answer or not all(0 <= token_id < vocab_size for token_id in answer)):
             raise RequestError(
                 f"answers[{index}] must be token ids in [0, {vocab_size}), at least one; got {answer!r:.80}"
             )
-    params = [SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True) for answer in answers]
-    recorders = [_Recorder(tuple(answer)) for answer in answers]
-    return _run(engine, layouts, params, recorders, reuse_method, chunk_options, recompute, scope, on_done)
+    recorders = [_Recorder(None if answer is None else tuple(answer)) for answer in answers]
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens if answer is None else len(answer),
+            ignore_eos=answer is not None,
+            logits_processors=(recorder,),
+        )
+        for answer, recorder in zip(answers, recorders, strict=True)
+    ]
+    outputs = run_requests(
+        engine,
+        layouts,
+        params,
+        reuse_method=reuse_method,
+        chunk_options=chunk_options,
+        recompute=recompute,
+        scope=scope,
+        on_done=on_done,
+    )
+    return [
+        ScoredAnswer(tuple(output.outputs[0].token_ids), recorder.logprobs(), output)
+        for output, recorder in zip(outputs, recorders, strict=True)
+    ]
 
 
 def generate(
@@ -133,9 +156,17 @@ def generate(
     on_done: Callable[[], None] | None = None,
 ) -> list[ScoredAnswer]:
     """Answer each prompt greedily and keep the distributions; arguments, results and errors as for `score`."""
-    params = [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _ in layouts]
-    recorders = [_Recorder(None) for _ in layouts]
-    return _run(engine, layouts, params, recorders, reuse_method, chunk_options, recompute, scope, on_done)
+    return score(
+        engine,
+        layouts,
+        [None] * len(layouts),
+        max_tokens=max_tokens,
+        reuse_method=reuse_method,
+        chunk_options=chunk_options,
+        recompute=recompute,
+        scope=scope,
+        on_done=on_done,
+    )
 
 
 def run_requests(
@@ -182,39 +213,3 @@ def run_requests(
         for request_id in ids:
             engine.abort(request_id)
     return [outputs[request_id] for request_id in ids]
-
-
-def _run(
-    engine: Engine,
-    layouts: Sequence[PromptLayout],
-    params: Sequence[SamplingParams],
-    recorders: Sequence[_Recorder],
-    reuse_method: str | None,
-    chunk_options: ChunkOptions | None,
-    recompute: str | None,
-    scope: str,
-    on_done: Callable[[], None] | None,
-) -> list[ScoredAnswer]:
-    recording = [
-        SamplingParams(
-            temperature=one.temperature,
-            max_tokens=one.max_tokens,
-            ignore_eos=one.ignore_eos,
-            logits_processors=(recorder,),
-        )
-        for one, recorder in zip(params, recorders, strict=True)
-    ]
-    outputs = run_requests(
-        engine,
-        layouts,
-        recording,
-        reuse_method=reuse_method,
-        chunk_options=chunk_options,
-        recompute=recompute,
-        scope=scope,
-        on_done=on_done,
-    )
-    return [
-        ScoredAnswer(tuple(output.outputs[0].token_ids), recorder.logprobs(), output)
-        for output, recorder in zip(outputs, recorders, strict=True)
-    ]

@@ -55,6 +55,9 @@ def quality_command(
     system: Annotated[str | None, typer.Option(help='System message; "" = none.', show_default="short answers")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
     group_size: Annotated[int, typer.Option(min=1, help="Questions in the engine at the same time.")] = 8,
+    num_timed: Annotated[
+        int, typer.Option(min=0, help="Measure tokens computed and TTFT on so many questions, one at a time.")
+    ] = 50,
     against: Annotated[
         Path | None, typer.Option(help="Output folder of another run to compare with, such as one without the adapter.")
     ] = None,
@@ -84,6 +87,7 @@ def quality_command(
         system=SHORT_ANSWERS if system is None else system,
         max_tokens=max_tokens,
         group_size=group_size,
+        num_timed=num_timed,
     )
     # Measuring compares both sides whatever the gate says.
     engine_config = EngineConfig.of(None, **{**(engine_options or {}), "max_loss": None})

@@ -17,7 +17,7 @@ import torch
 from lazyattention.config import ChunkOptions
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.sampling_params import SamplingParams
-from lazyattention.engine.scoring import ScoredAnswer, generate, run_requests, score
+from lazyattention.engine.scoring import ScoredAnswer, run_requests, score
 from lazyattention.errors import ConfigError
 from lazyattention.quality.examples import QualityExample
 from lazyattention.quality.metrics import containment, exact_match, f1
@@ -47,13 +47,15 @@ class MeasureConfig:
         options: Reuse options, as `reuse_option` reads them.
         system: System message; empty = none.
         max_tokens: Longest answer.
-        group_size: Questions in the engine at the same time. Bounds memory: each holds its answer's distributions.
+        group_size: Questions in the engine at the same time. Bounds memory: each holds its answers' distributions.
+        num_timed: Of so many questions, the first ones, the costs are measured too; each is asked once more, alone.
     """
 
     options: tuple[str, ...] = ("after_preamble", "isolated")
     system: str = SHORT_ANSWERS
     max_tokens: int = 32
     group_size: int = 8
+    num_timed: int = 50
 
     def __post_init__(self) -> None:
         for name in self.options:
@@ -63,6 +65,8 @@ class MeasureConfig:
         for name in ("max_tokens", "group_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_timed < 0:
+            raise ConfigError(f"num_timed must be at least 0, got {self.num_timed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +140,12 @@ def measure(
     records = _open_run(engine, examples, config, folder)
     if on_done is not None and records:
         on_done(len(records))
+    timed_ids = frozenset(ids[: config.num_timed])
     missing = [example for example in examples if example.id not in records]
     with (folder / RECORDS_NAME).open("a", encoding="utf-8") as file:
         for start in range(0, len(missing), config.group_size):
             group = missing[start : start + config.group_size]
-            for record in _measure_group(engine, group, config):
+            for record in _measure_group(engine, group, config, timed_ids):
                 records[record.id] = record
                 file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
             file.flush()
@@ -189,57 +194,82 @@ def answer_token_ids(engine: Engine, layout: PromptLayout, answer: str) -> tuple
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _measure_group(engine: Engine, group: Sequence[QualityExample], config: MeasureConfig) -> list[Record]:
+def _measure_group(
+    engine: Engine, group: Sequence[QualityExample], config: MeasureConfig, timed_ids: frozenset[str]
+) -> list[Record]:
     layouts = [layout_of(engine, example, config.system) for example in group]
-    full = _ask(engine, _FULL_WAY, layouts, config)
+    golds = [
+        answer_token_ids(engine, layout, example.answers[0]) if example.answers else ()
+        for example, layout in zip(group, layouts, strict=True)
+    ]
     records = [
         Record(example.id, len(example.documents), example.gold_position, layout.num_tokens)
         for example, layout in zip(group, layouts, strict=True)
     ]
-    _note(engine, records, _FULL_WAY, group, layouts, full, full, full)
-    for way in _ways_of(engine, config):
-        answered = _ask(engine, way, layouts, config)
-        along_full = score(engine, layouts, [answer.token_ids for answer in full], **way.how)
-        _note(engine, records, way, group, layouts, full, answered, along_full)
+    full: list[ScoredAnswer] | None = None
+    for way in (_FULL_WAY, *_ways_of(engine, config)):
+        own, along, gold = _ask(engine, way, layouts, full, golds, config)
+        full = own if full is None else full
+        for index, example in enumerate(group):
+            record = records[index]
+            record.answers[way.name] = own[index].output.text.strip()
+            record.metrics[way.name] = _metrics(example, full[index], own[index], along[index], gold.get(index))
+            if example.id in timed_ids:
+                record.metrics[way.name] |= _costs(engine, way, layouts[index])
     return records
 
 
-def _ask(engine: Engine, way: _Way, layouts: Sequence[PromptLayout], config: MeasureConfig) -> list[ScoredAnswer]:
-    return generate(engine, layouts, max_tokens=config.max_tokens, **way.how)
-
-
-def _note(
+def _ask(
     engine: Engine,
-    records: Sequence[Record],
     way: _Way,
-    group: Sequence[QualityExample],
     layouts: Sequence[PromptLayout],
-    full: Sequence[ScoredAnswer],
-    answered: Sequence[ScoredAnswer],
-    along_full: Sequence[ScoredAnswer],
-) -> None:
-    """Fill in one option's column of each record."""
-    golds = _score_golds(engine, way, group, layouts)
-    costs = [_costs(engine, way, layout) for layout in layouts]
-    columns = zip(records, group, full, answered, along_full, costs, strict=True)
-    for record, example, reference, own, along, cost in columns:
-        text = own.output.text.strip()
-        values = {
-            "nll": along.nll,
-            "kl": kl_divergence(reference.logprobs, along.logprobs),
-            "agreement": float(own.token_ids == reference.token_ids),
+    full: Sequence[ScoredAnswer] | None,
+    golds: Sequence[tuple[int, ...]],
+    config: MeasureConfig,
+) -> tuple[list[ScoredAnswer], list[ScoredAnswer], dict[int, ScoredAnswer]]:
+    """Let one way answer, and score along full attention's answers (None = this is full attention) and along gold ones.
+
+    Returns:
+        Own answers; full attention's as this way sees them; index -> gold answer, where there is one.
+    """
+    with_gold = [index for index, gold in enumerate(golds) if gold]
+    along = [] if full is None else [answer.token_ids for answer in full]
+    # All at the same time: more requests to a step are fewer steps.
+    scored = score(
+        engine,
+        [*layouts, *layouts[: len(along)], *(layouts[index] for index in with_gold)],
+        [*[None] * len(layouts), *along, *(golds[index] for index in with_gold)],
+        max_tokens=config.max_tokens,
+        **way.how,
+    )
+    own, rest = scored[: len(layouts)], scored[len(layouts) :]
+    gold = dict(zip(with_gold, rest[len(along) :], strict=True))
+    return own, rest[: len(along)] or own, gold
+
+
+def _metrics(
+    example: QualityExample,
+    reference: ScoredAnswer,
+    own: ScoredAnswer,
+    along: ScoredAnswer,
+    gold: ScoredAnswer | None,
+) -> dict[str, float]:
+    """What one way's answer is worth; `reference` is full attention's, `along` the same seen by this way."""
+    text = own.output.text.strip()
+    values = {
+        "nll": along.nll,
+        "kl": kl_divergence(reference.logprobs, along.logprobs),
+        "agreement": float(own.token_ids == reference.token_ids),
+    }
+    if example.answers:
+        values |= {
+            "exact_match": exact_match(text, example.answers),
+            "f1": f1(text, example.answers),
+            "containment": containment(text, example.answers),
         }
-        if example.answers:
-            values |= {
-                "exact_match": exact_match(text, example.answers),
-                "f1": f1(text, example.answers),
-                "containment": containment(text, example.answers),
-            }
-        gold = golds.get(example.id)
-        if gold is not None:
-            values |= {"gold_nll": gold.nll, "gold_greedy": float(gold.is_greedy)}
-        record.answers[way.name] = text
-        record.metrics[way.name] = values | cost
+    if gold is not None:
+        values |= {"gold_nll": gold.nll, "gold_greedy": float(gold.is_greedy)}
+    return values
 
 
 def _costs(engine: Engine, way: _Way, layout: PromptLayout) -> dict[str, float]:
@@ -258,25 +288,6 @@ def _costs(engine: Engine, way: _Way, layout: PromptLayout) -> dict[str, float]:
     num_computed = output.num_computed_tokens + output.num_selection_tokens
     assert output.timings.ttft_s is not None
     return {"computed_share": num_computed / output.num_prompt_tokens, "ttft_s": output.timings.ttft_s}
-
-
-def _score_golds(
-    engine: Engine, way: _Way, group: Sequence[QualityExample], layouts: Sequence[PromptLayout]
-) -> dict[str, ScoredAnswer]:
-    """Score each example's first gold answer."""
-    wanted = [
-        (example, layout, answer_token_ids(engine, layout, example.answers[0]))
-        for example, layout in zip(group, layouts, strict=True)
-        if example.answers
-    ]
-    wanted = [item for item in wanted if item[2]]
-    scored = score(
-        engine,
-        [layout for _, layout, _ in wanted],
-        [token_ids for _, _, token_ids in wanted],
-        **way.how,
-    )
-    return {example.id: answer for (example, _, _), answer in zip(wanted, scored, strict=True)}
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
