@@ -141,6 +141,30 @@ def test_flex_attention_gives_the_same_outputs(model_type, variant, monkeypatch)
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("tile", [1, 4, 16])
+@pytest.mark.parametrize("window", [None, 40])
+def test_no_tile_that_is_seen_is_left_out(tile, window, monkeypatch):
+    ways = [*WAYS, *(("rotate_query", Chunking(options)) for options in OPTIONS[1:4])]
+    rows = [TrainingRow.of(prompt(text), ANSWER, *way) for way in ways for text in PROMPTS]
+    batch = make_batch(rows, loaded_tiny(num_hidden_layers=2).rotaries)
+    visibility = batch.visibility
+    queries, keys = torch.arange(visibility.num_tokens), torch.arange(len(visibility.key_positions))
+    exact = visibility._seen_function(window)(None, None, queries[:, None], keys[None])
+    padded = torch.nn.functional.pad(exact, (0, -len(keys) % tile, 0, -len(queries) % tile))
+    wanted = padded.unflatten(1, (-1, tile)).unflatten(0, (-1, tile)).amax(dim=(1, 3))
+    monkeypatch.setattr(attention_module, "TILE", tile)
+    found = visibility.tiles_seen(window)
+    assert found.shape == wanted.shape
+    assert not bool((wanted & ~found).any())
+    # And few that are not; some are, where a tile holds several documents or prompts.
+    assert int(found.sum()) <= {1: 1, 4: 1.3, 16: 1.7}[tile] * int(wanted.sum())
+    mask = visibility.block_mask(window)
+    assert torch.equal(mask.kv_num_blocks[0, 0], found.sum(1).int())
+    for row in range(len(found)):
+        blocks = mask.kv_indices[0, 0, row, : int(mask.kv_num_blocks[0, 0, row])]
+        assert blocks.tolist() == found[row].nonzero()[:, 0].tolist()
+
+
 def test_gradients_pass():
     model = tiny_model(num_hidden_layers=2)
     model.get_input_embeddings().requires_grad_(True)

@@ -208,6 +208,7 @@ def _train(
     loaded: LoadedModel, samples: Sequence[Sample], request: AdaptRequest, chunking: Chunking
 ) -> tuple[TrainingLog, Any]:
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     config = request.config
     torch.manual_seed(config.seed)
@@ -216,6 +217,11 @@ def _train(
     for param in model.parameters():
         if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
             param.data = param.data.float()
+    if loaded.dtype in (torch.bfloat16, torch.float16):
+        # Autocast brings the matrices to the input's type; the input would otherwise go to float32 and back.
+        layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in layers:
+            layer.cast_input_dtype_enabled = False
     checkpointing = (
         loaded.device.type == "cuda" if config.gradient_checkpointing is None else config.gradient_checkpointing
     )
