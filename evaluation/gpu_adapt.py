@@ -10,7 +10,7 @@ run cut short leaves what it has) and the records of both runs; it goes on where
 Variants of one study (other seeds, ranks, amounts of data) run side by side, each a process of its own, and share what does
 not depend on them:
 
-    ... --out study/base --stage unadapted      # the model as dense weights, its records, its training samples
+    ... --out study/base --stage unadapted      # the model as dense weights, its training samples, its records
     ... --out study/seed-1 --base study/base --seed 1
     python3 evaluation/combine.py study --main seed-0 --output evaluation/results/NAME-adapt.json
 """
@@ -45,6 +45,8 @@ from lazyattention.utils.environment import describe_environment
 # Plain text, as a prompt of 96 tokens and its next 64: does the adapter leave ordinary use alone?
 _PLAIN_PROMPT_LEN, _PLAIN_TARGET_LEN = 96, 64
 _PLAIN_NAME = "plain_text_nll.json"
+# What the samples of a base run are made of; variants with other prompts make their own.
+_TRAIN, _TRAIN_DOCUMENTS = "nq-train:nq-open-oracle.jsonl.gz", (10, 10)
 _STARTED_S = time.perf_counter()
 
 
@@ -82,23 +84,25 @@ def main() -> None:
     if arguments.base is None or arguments.stage == "unadapted":
         loaded = load(arguments, dense, adapter=None)
         save("load")
+        if arguments.base is None and arguments.max_steps:
+            make_samples(arguments, loaded)
+            save("samples")
         measure_stage(arguments, loaded, "unadapted", result)
         (out / _PLAIN_NAME).write_text(json.dumps(result["plain_text_nll"]["unadapted"]))
         save("measure unadapted")
         if arguments.stage == "unadapted":
-            if arguments.base is None and arguments.max_steps:
-                make_samples(arguments, loaded)
-                save("samples")
             return
         del loaded
-    else:
-        result["plain_text_nll"]["unadapted"] = json.loads((base / _PLAIN_NAME).read_text())
-        for task in arguments.tasks:
-            result["tasks"][task] = {"unadapted": summarize(read_records(base / "unadapted" / task))}
     adapter = arguments.adapter or out / "adapter"
     if not (adapter / "adapter_model.safetensors").exists():
         adapt_stage(arguments, load(arguments, dense, adapter=None), adapter)
         save("adapt")
+    if arguments.stage == "train":
+        return
+    if arguments.base is not None:
+        result["plain_text_nll"]["unadapted"] = json.loads((base / _PLAIN_NAME).read_text())
+        for task in arguments.tasks:
+            result["tasks"][task] = {"unadapted": summarize(read_records(base / "unadapted" / task))}
     result["training"] = json.loads((adapter / REPORT_NAME).read_text())
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -116,7 +120,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data-folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--base", type=Path, help="folder of the run whose model, records and samples are shared")
-    parser.add_argument("--stage", choices=["all", "unadapted"], default="all", help="unadapted = adapt nothing yet")
+    parser.add_argument(
+        "--stage", choices=["all", "unadapted", "train"], default="all", help="what to do; default: all that is missing"
+    )
     parser.add_argument("--adapter", type=Path, help="measure this adapter in place of training one")
     parser.add_argument("--tasks", nargs="+", default=["nq-10", "nq-20", "hotpotqa-10"])
     parser.add_argument("--num-questions", type=int, nargs="+", default=[200, 100, 100], help="per task")
@@ -125,10 +131,15 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=50)
+    parser.add_argument("--num-timed", type=int, default=20, help="questions whose costs are measured, per task")
     parser.add_argument("--num-plain", type=int, default=50, help="plain texts")
-    parser.add_argument("--train", default="nq-train:nq-open-oracle.jsonl.gz", help="data set and file in the folder")
+    parser.add_argument(
+        "--train",
+        default=_TRAIN,
+        help="data set and file in the data folder; or a folder of documents, about which the model writes the questions",
+    )
     parser.add_argument("--train-questions", type=int, default=1200)
-    parser.add_argument("--train-documents", type=int, nargs=2, default=(10, 10))
+    parser.add_argument("--train-documents", type=int, nargs=2, default=_TRAIN_DOCUMENTS)
     parser.add_argument(
         "--calibration-questions", type=int, default=24, help="of the training set, per calibrated option"
     )
@@ -197,7 +208,10 @@ def engine_config(arguments: argparse.Namespace, **more: object) -> EngineConfig
 def measure_stage(arguments: argparse.Namespace, loaded: LoadedModel, stage: str, result: dict[str, Any]) -> None:
     """Ask all tasks' questions; records go to OUT/STAGE/TASK."""
     config = MeasureConfig(
-        options=tuple(arguments.options), max_tokens=arguments.max_tokens, group_size=arguments.group_size
+        options=tuple(arguments.options),
+        max_tokens=arguments.max_tokens,
+        group_size=arguments.group_size,
+        num_timed=arguments.num_timed,
     )
     result["plain_text_nll"][stage] = []
     numbers = dict(zip(arguments.tasks, arguments.num_questions, strict=True))
@@ -277,8 +291,9 @@ def make_samples(arguments: argparse.Namespace, loaded: LoadedModel) -> None:
 
 def adapt_stage(arguments: argparse.Namespace, loaded: LoadedModel, adapter: Path) -> None:
     """Train the adapter; its folder keeps samples, log and checkpoint."""
-    shared = arguments.base / "samples" / SAMPLES_NAME if arguments.base else None
-    if shared is not None and shared.exists() and arguments.objective == "distill":
+    shared = (arguments.base or arguments.out) / "samples" / SAMPLES_NAME
+    is_alike = arguments.objective == "distill" and arguments.train == _TRAIN
+    if shared.exists() and is_alike and tuple(arguments.train_documents) == _TRAIN_DOCUMENTS:
         adapter.mkdir(parents=True, exist_ok=True)
         lines = shared.read_text(encoding="utf-8").splitlines(keepends=True)
         (adapter / SAMPLES_NAME).write_text("".join(lines[: arguments.train_questions]), encoding="utf-8")
