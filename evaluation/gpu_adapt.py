@@ -17,6 +17,7 @@ not depend on them:
 
 import argparse
 import json
+import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,7 +64,7 @@ def main() -> None:
     result_path = out / f"{name}-adapt.json"
     result: dict[str, Any] = {
         "model": name,
-        "environment": describe_environment(),
+        "environment": environment(),
         "arguments": {
             key: value if isinstance(value, int | float | list) else str(value)
             for key, value in vars(arguments).items()
@@ -164,6 +165,12 @@ def parse() -> argparse.Namespace:
     if len(arguments.num_questions) != len(arguments.tasks):
         parser.error("--num-questions: give one number, or one per task")
     return arguments
+
+
+def environment() -> dict[str, object]:
+    """Hardware, versions, commit; outside a checkout the commit is taken from the variable COMMIT."""
+    found = describe_environment()
+    return found | {"commit": found["commit"] or os.environ.get("COMMIT", "")}
 
 
 def save_dense(loaded: LoadedModel, folder: Path) -> None:
