@@ -217,7 +217,7 @@ def make_problem(
         range_firsts=np.array(firsts),
         range_turned=np.array(turned),
         range_tables=np.array(tables),
-        range_contiguous=np.full(len(tables), not shuffle_blocks),
+        range_slots=np.full(len(tables), -1) if shuffle_blocks else blocks[np.array(tables)] * BLOCK_SIZE,
         blocks=blocks.astype(np.int32),
     )
     shape = (num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)

@@ -26,7 +26,7 @@ class PlanArrays:
         range_firsts: int64 `[num_ranges]`, position at which token 0 was stored.
         range_turned: bool `[num_ranges]`, keys are stored turned.
         range_tables: int64 `[num_ranges]`, where the range's block table starts in `blocks`.
-        range_contiguous: bool `[num_ranges]`, the range's blocks are consecutive in memory.
+        range_slots: int64 `[num_ranges]`, first slot of the range if its blocks are consecutive in memory, else -1.
         blocks: int32, block tables of all ranges.
     """
 
@@ -38,7 +38,7 @@ class PlanArrays:
     range_firsts: np.ndarray
     range_turned: np.ndarray
     range_tables: np.ndarray
-    range_contiguous: np.ndarray
+    range_slots: np.ndarray
     blocks: np.ndarray
 
 
@@ -98,28 +98,35 @@ def number_parts(num_tokens: int, layouts: Sequence[PartRows]) -> tuple[int, np.
         Number of parts; tokens to merge (those with parts, and those no row belongs to, whose output is 0); first part
         of each merge, with the end of the last one appended.
     """
-    tokens = np.concatenate([layout.row_tokens for layout in layouts])
-    rows_per_token = np.bincount(tokens, minlength=num_tokens)
+    layouts = [layout for layout in layouts if len(layout.row_tokens)]
+    tokens = _concatenate([layout.row_tokens for layout in layouts])
+    order = None if (tokens[1:] >= tokens[:-1]).all() else stable_order(tokens, num_tokens)
+    # Rows of all tokens before each and of them all, then likewise parts, once of all rows and once of all tokens.
+    row_bounds = (tokens if order is None else tokens[order]).searchsorted(np.arange(num_tokens + 1))
+    rows_per_token = row_bounds[1:] - row_bounds[:-1]
     parts = [layout.settle(rows_per_token) for layout in layouts]
-    row_parts = np.concatenate(parts)
-    if (tokens[1:] >= tokens[:-1]).all():
-        ends = np.cumsum(row_parts)
-        first_parts = ends - row_parts
-    else:
-        order = stable_order(tokens)
-        ends = np.cumsum(row_parts[order])
-        first_parts = np.empty_like(ends)
-        first_parts[order] = ends - row_parts[order]
+    row_parts = _concatenate(parts)
+    bounds = np.zeros(len(tokens) + 1, np.int64)
+    (row_parts if order is None else row_parts[order]).cumsum(out=bounds[1:])
+    first_parts = bounds[:-1]
+    if order is not None:
+        first_parts = np.empty_like(first_parts)
+        first_parts[order] = bounds[:-1]
     start = 0
     for layout, counts in zip(layouts, parts, strict=True):
         layout.place(first_parts[start : start + len(counts)])
         start += len(counts)
-    # Parts of all tokens up to and with each.
-    token_ends = np.concatenate(([0], ends))[np.cumsum(rows_per_token)]
-    has_parts = token_ends > np.concatenate(([0], token_ends[:-1]))
-    merge_tokens = np.flatnonzero(has_parts | (rows_per_token == 0))
-    merge_starts = np.concatenate(([0], token_ends[merge_tokens]))
+    token_bounds = bounds[row_bounds]
+    has_parts = token_bounds[1:] > token_bounds[:-1]
+    merge_tokens = (has_parts | (rows_per_token == 0)).nonzero()[0]
+    merge_starts = np.zeros(len(merge_tokens) + 1, np.int64)
+    merge_starts[1:] = token_bounds[merge_tokens + 1]
     return int(merge_starts[-1]), merge_tokens, merge_starts
+
+
+def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return int64 arrays after each other; a single one as it is."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.int64), *arrays])
 
 
 def concatenated_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -130,8 +137,6 @@ def concatenated_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return values
 
 
-def stable_order(keys: np.ndarray) -> np.ndarray:
-    """Return the stable order of non-negative keys; numpy sorts 16-bit keys by digits, about ten times as fast."""
-    if len(keys) == 0 or int(keys.max()) < 1 << 16:
-        keys = keys.astype(np.uint16)
-    return np.argsort(keys, kind="stable")
+def stable_order(keys: np.ndarray, end: int) -> np.ndarray:
+    """Return the stable order of keys in `[0, end)`; numpy sorts 16-bit keys by digits, about ten times as fast."""
+    return np.argsort(keys.astype(np.uint16) if end <= 1 << 16 else keys, kind="stable")

@@ -4,6 +4,7 @@
 Key tiles are sorted by the position of their keys, so what a query tile sees without a mask is one run of them.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,14 +86,14 @@ class _Run:
 
 
 def lay_out_prefill(
-    arrays: PlanArrays, chosen: np.ndarray, positions: np.ndarray, spec: LayoutSpec, keys_turned: bool
+    arrays: PlanArrays, chosen: np.ndarray | slice, positions: np.ndarray, spec: LayoutSpec, keys_turned: bool
 ) -> PrefillLayout:
     """Lay out the chosen groups."""
     shape = spec.prefill if keys_turned else spec.prefill_unturned
-    groups = np.flatnonzero(chosen)
-    if len(groups) == 0:
+    starts, sizes = arrays.group_starts[chosen], arrays.group_sizes[chosen]
+    if len(starts) == 0:
         return _empty()
-    starts, sizes = arrays.group_starts[groups], arrays.group_sizes[groups]
+    groups = np.arange(len(arrays.group_sizes))[chosen]
     order = np.lexsort((sizes, starts))
     groups, starts, sizes = groups[order], starts[order], sizes[order]
     borders = np.flatnonzero((np.diff(starts) != 0) | (np.diff(sizes) != 0)) + 1
@@ -125,6 +126,7 @@ def lay_out_prefill(
     )
 
 
+@functools.cache
 def _empty() -> PrefillLayout:
     nothing = np.empty(0, np.int64)
     no_tasks = TaskList(np.empty((0, 10), np.int64), nothing)

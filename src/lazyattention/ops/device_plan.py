@@ -16,6 +16,7 @@ Built once per step and per kind of layer (heads, head_dim, window). What the ke
 - merge_states: parts of one token are consecutive; merge `i` covers parts `merge_starts[i] : merge_starts[i + 1]`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,8 @@ from lazyattention.ops._layout import LayoutSpec, PlanArrays, number_parts
 from lazyattention.ops._prefill_layout import PrefillLayout, lay_out_prefill
 from lazyattention.ops._tiles import TileShape
 
+_ALL, _NONE = slice(None), slice(0)
+_NOWHERE = (0, 0)
 IDLE_APART_TASK = (0, 0, 0, 0, 1, 0, 0, 0, 1, 0)
 
 
@@ -141,20 +144,22 @@ class Layout:
 def lay_out(arrays: PlanArrays, positions: np.ndarray, spec: LayoutSpec, slots: np.ndarray | None = None) -> Layout:
     """Divide the step between the kernels and number the partial states."""
     causal, is_causal = lay_out_causal(arrays, positions, slots, spec)
-    is_prefill = arrays.group_sizes >= spec.prefill_min_tokens
-    is_decode = ~is_prefill
-    if len(causal.batches):
-        is_prefill, is_decode = is_prefill & ~is_causal, is_decode & ~is_causal
-    all_turned = bool(arrays.range_turned.all())
-    is_turned = np.ones_like(is_prefill) if all_turned else arrays.range_turned[arrays.group_ranges]
-    nothing = np.zeros_like(is_prefill)
+    # Groups of shared_decode and of chunk_prefill, over turned and over unturned keys.
+    chosen: list[np.ndarray | slice] = [_ALL, _NONE, _NONE, _NONE]
+    longest = int(arrays.group_sizes.max(initial=0))
+    if len(causal.batches) or longest >= spec.prefill_min_tokens or not arrays.range_turned.all():
+        is_prefill = arrays.group_sizes >= spec.prefill_min_tokens
+        is_turned = arrays.range_turned[arrays.group_ranges]
+        is_decode = ~(is_prefill | is_causal)
+        is_prefill &= ~is_causal
+        chosen = [is_decode & is_turned, is_decode & ~is_turned, is_prefill & is_turned, is_prefill & ~is_turned]
     decode = (
-        lay_out_decode(arrays, is_decode if all_turned else is_decode & is_turned, positions, spec, True),
-        lay_out_decode(arrays, nothing if all_turned else is_decode & ~is_turned, positions, spec, False),
+        lay_out_decode(arrays, chosen[0], positions, spec, True),
+        lay_out_decode(arrays, chosen[1], positions, spec, False),
     )
     prefill = (
-        lay_out_prefill(arrays, is_prefill & is_turned, positions, spec, True),
-        lay_out_prefill(arrays, nothing if all_turned else is_prefill & ~is_turned, positions, spec, False),
+        lay_out_prefill(arrays, chosen[2], positions, spec, True),
+        lay_out_prefill(arrays, chosen[3], positions, spec, False),
     )
     numbering = number_parts(len(positions), [*decode, *prefill, causal])
     return Layout(decode, prefill, causal, *numbering)
@@ -174,18 +179,18 @@ class PackedLayout:
         """Return the plan as views of `flat`, the same array on the device."""
 
         def view(name: str, columns: int = 0) -> torch.Tensor:
-            start, size = self.offsets[name]
-            part = flat[start : start + size]
-            return part.view(-1, columns) if columns else part
+            start, size = self.offsets.get(name, _NOWHERE)
+            if columns:
+                return flat.as_strided((size // columns, columns), (columns, 1), start)
+            return flat[start : start + size]
 
         tables = view("blocks") if blocks is None else blocks
         counts = view("counts")
+        rows = [view(f"decode{i}.rows", 4) if f"decode{i}.rows" in self.offsets else flat[:0] for i in range(2)]
         decode = tuple(
-            DecodeTasks(
-                view(f"decode{i}.{kind}", 8), view(f"decode{i}.rows", 4), tables, counts[j : j + 1], i == 0, shape
-            )
+            DecodeTasks(view(f"decode{i}.{kind}", 8), rows[i], tables, counts[j : j + 1], i == 0, shape)
             for i, kind, j, shape in _decode_launches(spec)
-            if self.offsets[f"decode{i}.{kind}"][1]
+            if self.offsets.get(f"decode{i}.{kind}", _NOWHERE)[1]
         )
         prefill = tuple(
             PrefillTasks(
@@ -201,11 +206,11 @@ class PackedLayout:
                 spec.prefill if i == 0 else spec.prefill_unturned,
             )
             for i in range(2)
-            if self.offsets[f"prefill{i}.tasks"][1] or self.offsets[f"prefill{i}.apart"][1]
+            if self.offsets.get(f"prefill{i}.tasks", _NOWHERE)[1] or self.offsets.get(f"prefill{i}.apart", _NOWHERE)[1]
         )
-        causal = self._causal(view("causal.cum_seqs"), view("causal.parts"))
+        causal = self._causal(view("causal.cum_seqs"), view("causal.parts")) if len(self.causal.batches) else ()
         return DevicePlan(
-            decode, prefill, causal, self.num_parts, counts[3:4], view("merge_tokens"), view("merge_starts")
+            decode, prefill, causal, self.num_parts, counts[3:], view("merge_tokens"), view("merge_starts")
         )
 
     def _causal(self, cum_seqs: torch.Tensor, parts: torch.Tensor) -> tuple[CausalBatch, ...]:
@@ -235,17 +240,17 @@ def pack(
         capacities: Elements reserved per array; None = as many as there are. Every capacity must suffice.
         max_parts: Rows to reserve in the buffer of partial states; None = as many as there are.
     """
-    named = _named_arrays(layout, blocks)
+    named = {name: array for name, array in _named_arrays(layout, blocks) if array.size}
+    sizes = {name: array.size for name, array in named.items()} if capacities is None else capacities
     offsets: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, array in named.items():
-        size = array.size if capacities is None else capacities[name]
-        assert array.size <= size, name
+    for name, size in sizes.items():
         offsets[name] = (end, size)
         end += -(-size // 4) * 4
     flat = np.zeros(end, dtype=np.int32)
     for name, array in named.items():
-        start = offsets[name][0]
+        start, size = offsets[name]
+        assert array.size <= size, name
         flat[start : start + array.size] = array.reshape(-1)
     contiguous = (layout.prefill[0].is_contiguous, layout.prefill[1].is_contiguous)
     return PackedLayout(flat, offsets, layout.num_parts if max_parts is None else max_parts, contiguous, layout.causal)
@@ -260,31 +265,30 @@ def _decode_launches(spec: LayoutSpec) -> list[tuple[int, str, int, TileShape]]:
     ]
 
 
-def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> dict[str, np.ndarray]:
+def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> Iterator[tuple[str, np.ndarray]]:
     turned, unturned = layout.decode
-    named = {
-        "counts": np.array(
-            [len(turned.many), len(turned.few), len(unturned.few), len(layout.merge_tokens)], dtype=np.int32
-        ),
-        "decode0.many": turned.many,
-        "merge_tokens": layout.merge_tokens,
-        "merge_starts": layout.merge_starts,
-        "blocks": np.empty(0, np.int32) if blocks is None else blocks,
-        "causal.cum_seqs": layout.causal.cum_seqs,
-        "causal.parts": layout.causal.parts,
-    }
-    for i in range(2):
-        decode, prefill = layout.decode[i], layout.prefill[i]
-        named |= {f"decode{i}.few": decode.few, f"decode{i}.rows": decode.rows}
-        named |= {
-            f"prefill{i}.tasks": prefill.tasks.tasks,
-            f"prefill{i}.apart": prefill.apart.tasks,
-            f"prefill{i}.tiles": prefill.tiles,
-            f"prefill{i}.segments": prefill.segments,
-            f"prefill{i}.masked": prefill.masked,
-            f"prefill{i}.part_bases": prefill.part_bases,
-        }
-    return named
+    counts = [len(turned.many), len(turned.few), len(unturned.few), len(layout.merge_tokens)]
+    yield "counts", np.array(counts, dtype=np.int32)
+    yield "decode0.many", turned.many
+    yield "merge_tokens", layout.merge_tokens
+    yield "merge_starts", layout.merge_starts
+    if blocks is not None:
+        yield "blocks", blocks
+    if len(layout.causal.batches):
+        yield "causal.cum_seqs", layout.causal.cum_seqs
+        yield "causal.parts", layout.causal.parts
+    for i, decode in enumerate(layout.decode):
+        if len(decode.rows):
+            yield f"decode{i}.few", decode.few
+            yield f"decode{i}.rows", decode.rows
+    for i, prefill in enumerate(layout.prefill):
+        if len(prefill.row_tokens):
+            yield f"prefill{i}.tasks", prefill.tasks.tasks
+            yield f"prefill{i}.apart", prefill.apart.tasks
+            yield f"prefill{i}.tiles", prefill.tiles
+            yield f"prefill{i}.segments", prefill.segments
+            yield f"prefill{i}.masked", prefill.masked
+            yield f"prefill{i}.part_bases", prefill.part_bases
 
 
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:

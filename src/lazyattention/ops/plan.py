@@ -15,6 +15,7 @@ A plan holds its work in one of two forms: as items (the CPU), or as flat arrays
 device plan when it first runs (the GPU kernels).
 """
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -215,7 +216,7 @@ def make_plan(
         if is_scaled:
             raise ValueError("kernels know no temperature and no bias; make a plan with for_kernels=False")
         return plan_of_arrays(
-            flatten(ranges, row_groups),
+            flatten(ranges, row_groups, block_size),
             positions,
             slot_mapping,
             block_size=block_size,
@@ -302,9 +303,9 @@ def plan_of_arrays(
     for_causal: bool = True,
 ) -> AttentionPlan:
     """Return a plan for the kernels; arguments as in `make_plan` and `AttentionPlan`. `for_causal`: may use causal_prefill."""
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
     columns = [positions, slot_mapping] if store_turns is None else [positions, slot_mapping, store_turns]
-    sent = _to_device(np.stack(columns), device)
+    sent = send(np.array(columns, dtype=np.int64), device).unbind()
+    nothing = _nothing(device)
     return AttentionPlan(
         num_tokens=len(positions),
         block_size=block_size,
@@ -314,7 +315,7 @@ def plan_of_arrays(
         items=[],
         row_tokens=nothing,
         row_deltas=nothing,
-        has_deltas=bool(arrays.group_deltas.any()),
+        has_deltas=False,
         is_single_part=False,
         device=device,
         arrays=arrays,
@@ -324,7 +325,12 @@ def plan_of_arrays(
     )
 
 
-def flatten(ranges: Sequence[KVRange], row_groups: Sequence[RowGroup]) -> PlanArrays:
+@functools.cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int64, device=device)
+
+
+def flatten(ranges: Sequence[KVRange], row_groups: Sequence[RowGroup], block_size: int) -> PlanArrays:
     """Return ranges, merged by key, and groups as flat arrays; groups over nothing are dropped."""
     id_of_key: dict[Hashable, int] = {}
     ids: list[int] = []
@@ -342,7 +348,6 @@ def flatten(ranges: Sequence[KVRange], row_groups: Sequence[RowGroup]) -> PlanAr
     table_lens = np.array([len(kv_range.block_ids) for kv_range in distinct], dtype=np.int64)
     table_ends = np.cumsum(table_lens)
     blocks = np.fromiter(chain.from_iterable(kv_range.block_ids for kv_range in distinct), dtype=np.int32)
-    breaks = np.concatenate(([0, 0], np.cumsum(np.diff(blocks) != 1)))  # breaks before each block and the end
     return PlanArrays(
         group_ranges=groups[:, 0].copy(),
         group_starts=groups[:, 1].copy(),
@@ -352,17 +357,28 @@ def flatten(ranges: Sequence[KVRange], row_groups: Sequence[RowGroup]) -> PlanAr
         range_firsts=np.array([kv_range.first_position for kv_range in distinct], dtype=np.int64),
         range_turned=np.array([kv_range.keys_turned for kv_range in distinct], dtype=bool),
         range_tables=table_ends - table_lens,
-        range_contiguous=breaks[table_ends] == breaks[np.minimum(table_ends - table_lens + 1, table_ends)],
+        range_slots=np.array([first_slot(r.block_ids, block_size) for r in distinct], dtype=np.int64),
         blocks=blocks,
     )
+
+
+def first_slot(block_ids: Sequence[int] | np.ndarray, block_size: int) -> int:
+    """Return the first slot of blocks that are consecutive in memory, else -1."""
+    blocks = np.asarray(block_ids)
+    if len(blocks) == 0:
+        return -1
+    first = int(blocks[0])
+    is_consecutive = len(blocks) == 1 or bool((blocks[1:] == blocks[:-1] + 1).all())
+    return first * block_size if is_consecutive else -1
 
 
 def _slots_of(kv_range: KVRange, block_size: int) -> tuple[int, np.ndarray | None]:
     """Return (first slot, None) for blocks that are consecutive in memory, else (-1, slots of every key)."""
     num_blocks = -(-kv_range.num_tokens // block_size)
+    start = first_slot(kv_range.block_ids[:num_blocks], block_size)
+    if start >= 0:
+        return start, None
     blocks = np.asarray(kv_range.block_ids[:num_blocks], dtype=np.int64)
-    if num_blocks == 1 or bool((np.diff(blocks) == 1).all()):
-        return int(blocks[0]) * block_size, None
     slots = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[: kv_range.num_tokens]
     return -1, slots
 

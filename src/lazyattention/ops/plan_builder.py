@@ -7,13 +7,15 @@ While the same requests decode one token each, nothing but positions and slots i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import is_not
 
 import numpy as np
 import torch
 
 from lazyattention.ops._layout import PlanArrays
 from lazyattention.ops.device_plan import send
-from lazyattention.ops.plan import AttentionPlan, plan_of_arrays
+from lazyattention.ops.plan import AttentionPlan, first_slot, plan_of_arrays
 
 # A text may outgrow the parts it was cut into by this many steps before it is cut anew.
 _MAX_STEPS_PER_LAYOUT = 256
@@ -60,10 +62,10 @@ class _Ranges:
     turned: np.ndarray = field(default_factory=lambda: np.ones(1024, bool))
     tables: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
     table_sizes: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
-    contiguous: np.ndarray = field(default_factory=lambda: np.zeros(1024, bool))
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
 
     def grow(self) -> None:
-        for name in ("tokens", "firsts", "turned", "tables", "table_sizes", "contiguous"):
+        for name in ("tokens", "firsts", "turned", "tables", "table_sizes", "slots"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
 
@@ -134,7 +136,7 @@ class PlanBuilder:
         self._ranges.turned[range_id] = keys_turned
         room = -(-max_tokens // self._block_size)
         table = np.asarray(block_ids, dtype=np.int32)
-        self._ranges.contiguous[range_id] = bool((np.diff(table) == 1).all())
+        self._ranges.slots[range_id] = first_slot(table, self._block_size)
         self._place_table(range_id, table, room)
         return range_id
 
@@ -143,7 +145,7 @@ class PlanBuilder:
         old_tokens = int(self._ranges.tokens[range_id])
         self._ranges.tokens[range_id] = num_tokens
         if len(new_block_ids):
-            self._ranges.contiguous[range_id] = False
+            self._ranges.slots[range_id] = -1
             start, used = int(self._ranges.tables[range_id]), -(-old_tokens // self._block_size)
             end = used + len(new_block_ids)
             if end <= self._ranges.table_sizes[range_id]:
@@ -217,32 +219,34 @@ class PlanBuilder:
 
     def _collect(self, requests: Sequence[RequestRows]) -> None:
         """Take the requests' rows: those of the last step that are still there in a few pieces, then the new ones'."""
-        offsets = np.concatenate(([0], np.cumsum(self._spans)))
+        last = self._last_requests
+        ends = self._spans.cumsum()
         pieces, kept = [], []
-        run_start = num_kept = 0
-        for index, request in enumerate(self._last_requests):
-            if num_kept < len(requests) and requests[num_kept] is request:
-                num_kept += 1
-                continue
-            pieces.append(self._rows[:, offsets[run_start] : offsets[index]])
-            kept.append(self._spans[run_start:index])
-            run_start = index + 1
-        pieces.append(self._rows[:, offsets[run_start] :])
-        kept.append(self._spans[run_start:])
+        index = num_kept = 0
+        while index < len(last) and num_kept < len(requests):
+            try:
+                index = last.index(requests[num_kept], index)
+            except ValueError:
+                break
+            run = _num_equal(last[index:], requests[num_kept:])
+            pieces.append(self._rows[:, ends[index] - self._spans[index] : ends[index + run - 1]])
+            kept.append(self._spans[index : index + run])
+            index, num_kept = index + run, num_kept + run
         new = requests[num_kept:]
         pieces += [np.array((request.range_ids, request.deltas)) for request in new]
         kept.append(np.array([len(request.range_ids) for request in new], np.int64))
-        self._rows, self._spans = np.concatenate(pieces, axis=1), np.concatenate(kept)
+        self._rows = np.concatenate(pieces, axis=1) if pieces else np.empty((2, 0), np.int64)
+        self._spans = np.concatenate(kept)
         self._last_requests = list(requests)
 
     def _assemble(self, query_lens: np.ndarray) -> PlanArrays:
+        num_ids = self._num_ids
         range_ids, deltas = self._rows
         starts = np.repeat(np.cumsum(query_lens) - query_lens, self._spans)
         sizes = np.repeat(query_lens, self._spans)
-        is_real = (self._ranges.tokens[range_ids] > 0) & (sizes > 0)
-        if not is_real.all():
+        if not (self._ranges.tokens[:num_ids].all() and query_lens.all()):
+            is_real = (self._ranges.tokens[range_ids] > 0) & (sizes > 0)
             range_ids, starts, sizes, deltas = (array[is_real] for array in (range_ids, starts, sizes, deltas))
-        num_ids = self._num_ids
         return PlanArrays(
             range_ids,
             starts,
@@ -252,7 +256,7 @@ class PlanBuilder:
             range_firsts=self._ranges.firsts[:num_ids],
             range_turned=self._ranges.turned[:num_ids],
             range_tables=self._ranges.tables[:num_ids],
-            range_contiguous=self._ranges.contiguous[:num_ids],
+            range_slots=self._ranges.slots[:num_ids],
             blocks=self._host_blocks,
         )
 
@@ -292,3 +296,11 @@ class PlanBuilder:
             sent = send(np.stack((index, self._host_blocks[index])), self._device)
             self.blocks.index_copy_(0, sent[0], sent[1].to(torch.int32))
             self._dirty = []
+
+
+def _num_equal(one: Sequence[RequestRows], other: Sequence[RequestRows]) -> int:
+    """Return the length of the longest common beginning."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(compress(count(), map(is_not, one, other)))
