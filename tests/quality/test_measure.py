@@ -21,11 +21,12 @@ from lazyattention.engine.scoring import generate, score
 from lazyattention.errors import ConfigError
 from lazyattention.quality import measure as measure_module
 from lazyattention.quality.examples import QualityExample
-from lazyattention.quality.measure import MeasureConfig, answer_token_ids, layout_of, measure, read_records
+from lazyattention.quality.measure import MeasureConfig, Record, answer_token_ids, layout_of, measure, read_records
 from lazyattention.quality.questions import passages_of, write_questions
 from lazyattention.quality.report import group_table, loss_of, summarize, summarize_against, summary_table
+from lazyattention.quality.request import QualityRequest
 from lazyattention.quality.statistics import interval
-from lazyattention.quality.workflow import QualityRequest, run_quality
+from lazyattention.quality.workflow import run_quality
 
 CONFIG = MeasureConfig(system="Answer.", max_tokens=4, group_size=2)
 TEXTS = ("the cape is north", "the lamp was lit in spring", "the keeper writes the log")
@@ -233,8 +234,27 @@ def test_two_models_are_compared_question_by_question(tmp_path):
     ]
     assert found["gold_nll"]["difference"]["mean"] == pytest.approx(sum(want) / 4)
     assert "kl" not in found
+    assert "nll" not in found
+    alike = [float(a.answers["after_preamble"] == b.answers["full"]) for a, b in zip(records, others, strict=True)]
+    assert found["agreement"]["value"]["mean"] == pytest.approx(sum(alike) / 4)
+    with_itself = summarize_against(records, records)["options"]
+    assert with_itself["full"]["overlap"]["value"]["mean"] == with_itself["full"]["agreement"]["value"]["mean"] == 1
+    assert records[0].metrics["after_preamble"]["agreement"] in (0.0, 1.0)
+    assert "overlap" not in records[0].metrics["after_preamble"]
     with pytest.raises(ConfigError, match="lacks 2 of 4"):
         summarize_against(records, others[:2])
+
+
+def test_answers_are_likened_to_those_of_the_other_run():
+    metrics = {"full": {"agreement": 1.0, "nll": 0.5}, "isolated": {"agreement": 0.0, "nll": 0.7}}
+    texts = [("the green boat", "a red boat"), ("", ""), ("", "red")]
+    ours = [Record(str(n), 2, None, 9, {"full": text, "isolated": ""}, metrics) for n, (text, _) in enumerate(texts)]
+    theirs = [Record(str(n), 2, None, 9, {"full": text}, metrics) for n, (_, text) in enumerate(texts)]
+    found = summarize_against(ours, theirs)["options"]
+    assert found["full"]["agreement"]["value"]["mean"] == pytest.approx(1 / 3)
+    assert found["full"]["overlap"]["value"]["mean"] == pytest.approx((1 / 2 + 1 + 0) / 3)
+    assert found["isolated"]["overlap"]["difference"]["mean"] == pytest.approx(-2 / 3)
+    assert summary_table({"options": found}, "against").row_count == 2
 
 
 def test_the_workflow_writes_report_plot_and_loss(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics, intervals, examples, generated and public data sets: everything that needs no model."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -88,7 +89,15 @@ def test_examples_are_read_as_written(tmp_path):
         ("{", "line 1 is not JSON"),
         ([1], "write one object per line"),
         ({"documents": ["a"]}, "'question' must be"),
-        ({"question": "q"}, "'documents' must be"),
+        ({"question": "q"}, "line 1 has no 'documents'"),
+        ({"question": "q", "documents": []}, "'documents' must be"),
+        ({"question": "q", "documents": "a"}, "'documents' must be"),
+        ({"question": " ", "documents": ["a"]}, "'question' must be"),
+        ('"' + "[" * 3 + '"', "is a str"),
+        ("[" * 100_000, "line 1 is not JSON"),
+        ({"question": "\ud83d?", "documents": ["a"]}, "half of a surrogate pair"),
+        ({"question": "q", "documents": ["a"], "id": 1.5}, "'id' must be"),
+        ({"question": "q", "documents": ["a"], "id": ""}, "'id' must be"),
         ({"question": "q", "documents": [{"txt": "a"}]}, "unknown document field"),
         ({"question": "q", "documents": ["a"], "gold": 1}, "unknown field"),
         ({"question": "q", "documents": ["a"], "answers": "x"}, "'answers' must be a list"),
@@ -98,6 +107,23 @@ def test_examples_are_read_as_written(tmp_path):
 def test_a_wrong_line_is_named(tmp_path, line, message):
     with pytest.raises(ConfigError, match=message):
         read_examples(write(tmp_path / "q.jsonl", line))
+
+
+def test_line_ends_inside_texts_and_a_byte_order_mark_are_no_trouble(tmp_path):
+    text = "one\u2028two\x85three"
+    line = json.dumps({"id": None, "question": f"{text}?", "documents": [text]}, ensure_ascii=False)
+    (tmp_path / "q.jsonl").write_text(f"\ufeff{line}\r\n\n{line}\n", encoding="utf-8")
+    found = read_examples(tmp_path / "q.jsonl")
+    assert [example.documents[0].text for example in found] == [text, text]
+    assert [example.id for example in found] == ["1", "3"]
+
+
+def test_an_id_given_twice_is_named_with_both_lines(tmp_path):
+    line = {"question": "q", "documents": ["a"]}
+    with pytest.raises(ConfigError, match="line 2: id 'x' is that of line 1"):
+        read_examples(write(tmp_path / "q.jsonl", {**line, "id": "x"}, {**line, "id": "x"}))
+    with pytest.raises(ConfigError, match="line 2: id '2' is that of line 1"):
+        read_examples(write(tmp_path / "q.jsonl", {**line, "id": 2}, line))
 
 
 def test_no_lines_and_no_file_are_named(tmp_path):
@@ -151,6 +177,17 @@ def test_wrong_data_sets_are_named(tmp_path):
         build_dataset(f"nq:{tmp_path / 'absent'}", num_documents=2, num_questions=1)
     with pytest.raises(ConfigError, match="not of the form"):
         build_dataset(f"nq:{write(tmp_path / 'x.jsonl', {'question': 'q'})}", num_documents=2, num_questions=1)
+    with pytest.raises(ConfigError, match="not of the form"):
+        build_dataset(f"nq:{write(tmp_path / 'x.jsonl', '{')}", num_documents=2, num_questions=1)
+    with pytest.raises(ConfigError, match="gives no questions"):
+        build_dataset(f"nq:{write(tmp_path / 'x.jsonl', '')}", num_documents=2, num_questions=1)
+    with pytest.raises(ConfigError, match="gives no questions"):
+        build_dataset(f"hotpotqa:{write(tmp_path / 'x.json', '[]')}", num_documents=2, num_questions=1)
+    broken = bytearray(gzip.compress(bytes(range(256)) * 9))
+    broken[20:60] = b"\xff" * 40
+    (tmp_path / "x.jsonl.gz").write_bytes(broken)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        build_dataset(f"nq:{tmp_path / 'x.jsonl.gz'}", num_documents=2, num_questions=1)
     with pytest.raises(ConfigError, match="distractor form"):
         build_dataset(f"hotpotqa:{write(tmp_path / 'x.json', [{'question': 'q'}])}", num_documents=2, num_questions=1)
 

@@ -89,9 +89,13 @@ def test_nothing_is_said_where_it_is_not_wanted(clock, capsys, monkeypatch):
 
 
 def test_failed_work_is_not_called_done(clock, capsys):
-    with pytest.raises(KeyError), progress_bar("answering", 4):
-        clock.move(100.0)
-        raise KeyError
+    def work():
+        with progress_bar("answering", 4):
+            clock.move(100.0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
     assert "done" not in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@
 Heavy imports stand inside the command, so that `--help` answers at once.
 """
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +13,9 @@ from rich.console import Console
 
 from lazyattention import envs
 from lazyattention.errors import ConfigError
+from lazyattention.quality.cli import flags_of
 
-_out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+_out, _err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True, markup=False)
 
 
 def adapt_command(
@@ -72,10 +74,13 @@ def adapt_command(
     """
     from lazyattention.adapt.config import AdaptConfig
     from lazyattention.adapt.objectives import OBJECTIVES
-    from lazyattention.adapt.workflow import AdaptRequest, run_adapt
+    from lazyattention.adapt.request import AdaptRequest
+    from lazyattention.adapt.sources import check_data
+    from lazyattention.adapt.workflow import run_adapt
     from lazyattention.config import EngineConfig
     from lazyattention.models.loader import load_model
     from lazyattention.quality.measure import SHORT_ANSWERS
+    from lazyattention.quality.output import hold_output
 
     OBJECTIVES[objective]
     engine_config = EngineConfig.of(None, **(engine_options or {}))
@@ -106,6 +111,9 @@ def adapt_command(
         config=config,
         progress=envs.PROGRESS,
     )
+    check_data(request)
+    with hold_output(output):
+        pass  # a folder that cannot be used is named before the model is loaded
     loaded = load_model(model, dtype=dtype, device=device, progress=_err.is_terminal and envs.PROGRESS)
     log = run_adapt(loaded, request, engine_config)
     first = log.evaluations[0]
@@ -118,7 +126,13 @@ def adapt_command(
     _out.print(f"the same with full attention {first['full']:.4f} -> {best['full']:.4f}")
     if log.num_skipped:
         _err.print(f"{log.num_skipped} steps were skipped: their gradients were not finite")
-    _out.print(f"measure it: lazyattention quality --adapter {output} --data ...")
+    measure = ["lazyattention", "quality", *(["--model", model] if model else []), "--adapter", str(output)]
+    measure += [word for source in data for word in ("--data", source)]
+    measure += ["--against", "quality", "--output", "quality-adapted", *flags_of(engine_options or {})]
+    _out.print(f"next: {shlex.join(measure)}")
+    _out.print(
+        "(the folder behind --against: what `lazyattention quality` wrote without the adapter, over the same data)"
+    )
 
 
 def read_range(text: str) -> tuple[int, int]:

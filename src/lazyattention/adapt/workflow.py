@@ -3,8 +3,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,54 +11,29 @@ import torch
 from lazyattention.adapt.attention import TRAINING_ATTENTION_NAME
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES
+from lazyattention.adapt.request import AdaptRequest
 from lazyattention.adapt.rows import TrainingRow, make_batch
 from lazyattention.adapt.samples import Sample, answer_samples
+from lazyattention.adapt.sources import check_data, collect_examples, describe_samples
 from lazyattention.adapt.trainer import STUDENT_METHOD, Trainer, TrainingLog, write_log
 from lazyattention.config import EngineConfig
-from lazyattention.documents.readers import read_documents
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.scoring import score
 from lazyattention.errors import ConfigError, UnsupportedError
 from lazyattention.models.loaded_model import LoadedModel
-from lazyattention.quality.datasets import build_dataset, is_builtin
-from lazyattention.quality.examples import QualityExample, read_examples
-from lazyattention.quality.measure import SHORT_ANSWERS
+from lazyattention.quality.output import hold_output, is_kept
 from lazyattention.quality.progress import progress_bar
-from lazyattention.quality.questions import passages_of, write_questions
 from lazyattention.reuse import Chunking
 from lazyattention.utils.environment import describe_environment
 from lazyattention.utils.packages import require_package
 
 REPORT_NAME = "adapt.json"
 SAMPLES_NAME = "samples.jsonl"
+MADE_NAME = "samples_made.json"
+"""What SAMPLES_NAME depends on."""
 # Mean KL between the engine's and the training attention's distributions that rounding explains.
 _TOLERATED_KL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 _NUM_CHECKED = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptRequest:
-    """What to adapt to.
-
-    Attributes:
-        data: Built-in sets ("nq-train:PATH"), JSONL with questions and documents, or files and folders of documents.
-        output: Folder of the adapter and of all that is needed to go on.
-        num_questions: At most so many per source.
-        num_documents: Documents per question: the range (low, high) to draw from; built-in sets take turns within it.
-        system: System message; empty = none.
-        max_tokens: Longest answer.
-        config: How to train.
-        progress: Show bars on a terminal.
-    """
-
-    data: tuple[str, ...]
-    output: Path
-    num_questions: int = 1000
-    num_documents: tuple[int, int] = (5, 10)
-    system: str = SHORT_ANSWERS
-    max_tokens: int = 32
-    config: AdaptConfig = field(default_factory=AdaptConfig)
-    progress: bool = True
 
 
 def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineConfig | None = None) -> TrainingLog:
@@ -84,6 +58,14 @@ def run_adapt(loaded: LoadedModel, request: AdaptRequest, engine_config: EngineC
             f"recompute={engine_config.recompute} cannot be trained for: the student reads every document under the chunk "
             "mask; leave recompute out, and use it when the adapter is served"
         )
+    check_data(request)
+    with hold_output(request.output):
+        return _run_adapt(loaded, request, engine_config, started_s)
+
+
+def _run_adapt(
+    loaded: LoadedModel, request: AdaptRequest, engine_config: EngineConfig | None, started_s: float
+) -> TrainingLog:
     # Layers stay as they are: they are trained afterwards.
     config = EngineConfig.of(engine_config, chunk=request.config.chunk, compile=False, cuda_graphs=False, max_loss=None)
     engine = Engine(loaded, config)
@@ -113,12 +95,12 @@ def prepare_samples(engine: Engine, request: AdaptRequest) -> list[Sample]:
     """Make the prompts and their answers, or read what an earlier run kept in the output folder.
 
     Raises:
-        ConfigError: Data cannot be read or made.
+        ConfigError: Data cannot be read or made, or the folder's samples are of other data or options.
     """
     objective = OBJECTIVES[request.config.objective]
-    request.output.mkdir(parents=True, exist_ok=True)
     path = request.output / SAMPLES_NAME
-    examples = [] if path.exists() else _collect(engine, request)
+    has_samples = is_kept(path, request.output / MADE_NAME, describe_samples(engine, request))
+    examples = [] if has_samples else collect_examples(engine, request)
     with progress_bar("answering", len(examples), is_enabled=request.progress) as advance:
         return answer_samples(
             engine,
@@ -129,45 +111,6 @@ def prepare_samples(engine: Engine, request: AdaptRequest) -> list[Sample]:
             path=path,
             on_done=advance,
         )
-
-
-def _collect(engine: Engine, request: AdaptRequest) -> list[QualityExample]:
-    if not request.data:
-        raise ConfigError("no data was given; name a folder of documents, a JSONL file or a built-in set")
-    low, high = request.num_documents
-    if not 1 <= low <= high:
-        raise ConfigError(f"num_documents must be a range of at least 1, got {low} to {high}")
-    found: list[QualityExample] = []
-    for source in request.data:
-        if is_builtin(source):
-            found += _from_builtin(source, request)
-            continue
-        path = Path(source).expanduser()
-        if path.suffix == ".jsonl" and path.exists():
-            found += read_examples(path)[: request.num_questions]
-            continue
-        documents = read_documents((path,)).documents
-        with progress_bar("writing questions", request.num_questions, is_enabled=request.progress) as advance:
-            found += write_questions(
-                engine,
-                passages_of(documents, engine),
-                num_questions=request.num_questions,
-                num_documents=request.num_documents,
-                seed=request.config.seed,
-                on_done=advance,
-            )
-    return found
-
-
-def _from_builtin(source: str, request: AdaptRequest) -> list[QualityExample]:
-    """Take each question once, with each number of documents of the range in turn."""
-    low, high = request.num_documents
-    counts = list(range(low, high + 1))
-    sets = [
-        build_dataset(source, num_documents=n, num_questions=request.num_questions, seed=request.config.seed)
-        for n in counts
-    ]
-    return [sets[index % len(sets)][index] for index in range(len(sets[0]))]
 
 
 def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Sample], config: AdaptConfig) -> float:

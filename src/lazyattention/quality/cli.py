@@ -5,8 +5,10 @@ Heavy imports stand inside the command, so that `--help` answers at once.
 """
 
 import json
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +17,12 @@ from lazyattention import envs
 from lazyattention.errors import ConfigError
 from lazyattention.utils.packages import require_package
 
-_out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False)
+if TYPE_CHECKING:
+    from lazyattention.quality.request import QualityRequest
+
+# Bootstrap intervals of fewer are too narrow.
+_FEW_QUESTIONS = 30
+_out, _err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
 
 
 def quality_command(
@@ -76,7 +83,10 @@ def quality_command(
     """Measure what reuse costs in answers, compared with full attention. --seed also decides which questions are drawn."""
     from lazyattention.config import EngineConfig
     from lazyattention.quality.measure import SHORT_ANSWERS, MeasureConfig
-    from lazyattention.quality.workflow import QualityRequest, run_calibration, run_quality
+    from lazyattention.quality.output import hold_output
+    from lazyattention.quality.request import QualityRequest
+    from lazyattention.quality.sources import check_data
+    from lazyattention.quality.workflow import run_calibration, run_quality
 
     if against is not None and not against.is_dir():
         raise ConfigError(f"--against {against} is not a folder; name the output folder of another run")
@@ -104,6 +114,9 @@ def quality_command(
         with_gate=remember,
         progress=envs.PROGRESS,
     )
+    check_data(request)
+    with hold_output(output):
+        pass  # a folder that cannot be used is named before the model is loaded
     from lazyattention.engine.engine import Engine
     from lazyattention.models.loader import load_model
 
@@ -121,7 +134,8 @@ def quality_command(
     if as_json:
         _out.print_json(json.dumps(report))
     else:
-        _print_report(report, output)
+        _print_report(report, request)
+        _print_next(request, ["--model", model] if model else [], adapter, flags_of(engine_options or {}))
 
 
 def _print_calibrations(found: dict[str, Any]) -> None:
@@ -133,13 +147,13 @@ def _print_calibrations(found: dict[str, Any]) -> None:
     _out.print("kept for --calibrated; measure them: lazyattention quality --option calibrated ...")
 
 
-def _print_report(report: dict[str, Any], output: Path) -> None:
+def _print_report(report: dict[str, Any], request: "QualityRequest") -> None:
     from lazyattention.quality.report import group_table, summary_table
 
     for name, summary in report["sets"].items():
         _out.print(summary_table(summary, f"{report['model']}, {name}, {summary['num_questions']} questions"))
         if "against" in summary:
-            _out.print(summary_table(summary["against"], f"{name}: against full attention of the other run"))
+            _out.print(summary_table(summary["against"], f"{name}: compared with full attention in {request.against}"))
     for grouping in ("by_num_documents", "by_gold_position"):
         table = group_table(report["all"], grouping)
         if table is not None:
@@ -149,9 +163,39 @@ def _print_report(report: dict[str, Any], output: Path) -> None:
         "per token, along full attention's own answer (its answer) or the gold one. Tokens computed: median share of the "
         "prompt, choosing included; it and the TTFT are those of one question at a time over stored documents."
     )
+    if request.against is not None:
+        _out.print(f"Same answer and word overlap (F1) compare with what full attention answered in {request.against}.")
     for name, loss in report["loss"].items():
         _out.print(
             f"loss of {name}: {loss['loss']:.3f} nats per answer token, at most {loss['loss_high']:.3f}; "
             f"--max-loss compares with the latter"
         )
-    _err.print(f"report: {output / 'report.json'}")
+    num_questions = report["all"]["num_questions"]
+    if num_questions < _FEW_QUESTIONS:
+        _out.print(f"{num_questions} questions are few: their intervals are rough. Ask more before you rely on them.")
+    for path in sorted(request.output.glob("*/questions.jsonl")):
+        _out.print(f"questions the model wrote (look at a few): {path}")
+    _out.print(f"report: {request.output / 'report.json'}")
+
+
+def _print_next(request: "QualityRequest", model: list[str], adapter: str | None, flags: list[str]) -> None:
+    """What a user does now, as commands to copy."""
+    if adapter is None:
+        data = [word for source in request.data for word in ("--data", source)]
+        train = shlex.join(["lazyattention", "adapt", *model, *data, "--output", "adapter", *flags])
+        _out.print(f"next, if that is too much: {train}")
+    adapted = ["--adapter", adapter] if adapter else []
+    serve = shlex.join(["lazyattention", "serve", *model, *adapted, *flags])
+    _out.print(f"next, to serve: {serve} --max-loss X (full attention where the loss is larger than X)")
+
+
+def flags_of(engine_options: Mapping[str, Any]) -> list[str]:
+    """Return engine options as they stand on a command line; the limit of the loss is left out."""
+    flags: list[str] = []
+    for name, value in engine_options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif name != "max_loss":
+            flags += [f"--{flag}", str(value)]
+    return flags

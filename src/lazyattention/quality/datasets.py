@@ -7,6 +7,7 @@ A data set is one function: add it here and register it. The same arguments alwa
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,16 +55,32 @@ def build_dataset(spec: str, *, num_documents: int, num_questions: int, seed: in
     Raises:
         ConfigError: There is no such set, or its file is missing or of another form.
     """
+    dataset, path = find_dataset(spec)
+    if num_documents < 1 or num_questions < 1:
+        raise ConfigError(
+            f"data set {spec!r}: num_documents and num_questions must be at least 1, got {num_documents}, {num_questions}"
+        )
+    examples = dataset.build(path, num_documents, num_questions, seed)
+    if not examples:
+        raise ConfigError(f"data set {spec!r} gives no questions; its file must hold some")
+    return examples
+
+
+def find_dataset(spec: str) -> tuple[Dataset, Path | None]:
+    """Return the built-in set that "name" or "name:path" names, and its file.
+
+    Raises:
+        ConfigError: There is no such set, or its file is missing.
+    """
     name, _, file = spec.partition(":")
     dataset = DATASETS[name]
     if dataset.needs_file != bool(file):
         need = f"a file: {name}:PATH" if dataset.needs_file else f"no file; write {name}"
         raise ConfigError(f"data set {spec!r}: {name} takes {need}")
-    if num_documents < 1 or num_questions < 1:
-        raise ConfigError(
-            f"data set {spec!r}: num_documents and num_questions must be at least 1, got {num_documents}, {num_questions}"
-        )
-    return dataset.build(Path(file).expanduser() if file else None, num_documents, num_questions, seed)
+    path = Path(file).expanduser() if file else None
+    if path is not None and not path.is_file():
+        raise ConfigError(f"data file {path} cannot be read: it is no file; give the path of the file itself")
+    return dataset, path
 
 
 def is_builtin(spec: str) -> bool:
@@ -74,10 +91,10 @@ def is_builtin(spec: str) -> bool:
 def _nq(split: str) -> Callable[[Path | None, int, int, int], list[QualityExample]]:
     def build(path: Path | None, num_documents: int, num_questions: int, seed: int) -> list[QualityExample]:
         assert path is not None
-        rows = [json.loads(line) for line in _read_text(path).splitlines() if line.strip()]
         try:
+            rows = [json.loads(line) for line in _read_text(path).split("\n") if line.strip()]
             pool = [(row["question"], tuple(row["answers"]), row["ctxs"][0]) for row in rows]
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path} is not of the form of nq-open-oracle.jsonl.gz (question, answers, ctxs): {error!r}"
             ) from error
@@ -155,7 +172,7 @@ def _read_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
         return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"data file {path} cannot be read: {error}; give the path of the file itself") from error
 
 

@@ -2,13 +2,14 @@
 """Questions over documents, as the measurement takes them, and the JSONL they are read from."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lazyattention.documents.document import Document
 from lazyattention.errors import ConfigError, RequestError
+from lazyattention.utils.hashing import digest_fields
 
 _FIELDS = ("question", "documents", "answers", "answer", "gold_documents", "id")
 
@@ -54,15 +55,32 @@ class QualityExample:
         }
 
 
-def read_examples(path: Path) -> list[QualityExample]:
+def read_examples(
+    path: Path, find_documents: Callable[[str], tuple[Document, ...]] | None = None
+) -> list[QualityExample]:
     """Read JSONL: one object per line with `question`, `documents`, and optionally `answers`, `gold_documents`, `id`.
 
     `documents` are strings or objects with `text`, `title`, `id`; `gold_documents` are indices into them, or ids.
 
+    Args:
+        path: The file.
+        find_documents: From a question to its documents, for lines without `documents`.
+
     Raises:
-        ConfigError: The file cannot be read, or a line is not such an object.
+        ConfigError: The file cannot be read, a line is not such an object, or two have the same id.
     """
-    return [parse_example(fields, f"{path}, line {number}", str(number)) for number, fields in read_lines(path)]
+    examples = []
+    places: dict[str, int] = {}
+    for number, fields in read_lines(path):
+        example = parse_example(fields, f"{path}, line {number}", str(number), find_documents)
+        if example.id in places:
+            raise ConfigError(
+                f"{path}, line {number}: id {example.id!r} is that of line {places[example.id]}; give each line an 'id' of "
+                "its own, or none"
+            )
+        places[example.id] = number
+        examples.append(example)
+    return examples
 
 
 def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -72,16 +90,17 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
         ConfigError: The file cannot be read, is empty, or a line is no JSON object.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; expected a JSONL file in UTF-8") from error
     found = []
-    for number, line in enumerate(lines, 1):
+    # Not splitlines(): a text may hold other line ends of Unicode, which JSON need not escape.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number} is not JSON: {error}; write one object per line") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path}, line {number} is a {type(fields).__name__}; write one object per line")
@@ -91,7 +110,12 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def parse_example(fields: Mapping[str, Any], where: str, default_id: str) -> QualityExample:
+def parse_example(
+    fields: Mapping[str, Any],
+    where: str,
+    default_id: str,
+    find_documents: Callable[[str], tuple[Document, ...]] | None = None,
+) -> QualityExample:
     """Make an example of one line's fields; `where` names the line in errors.
 
     Raises:
@@ -100,21 +124,62 @@ def parse_example(fields: Mapping[str, Any], where: str, default_id: str) -> Qua
     unknown = sorted(set(fields) - set(_FIELDS))
     if unknown:
         raise ConfigError(f"{where}: unknown field(s) {', '.join(unknown)}; allowed: {', '.join(_FIELDS)}")
-    question, documents = fields.get("question"), fields.get("documents")
+    _check_text(fields, where)
+    question = fields.get("question")
     if not isinstance(question, str) or not question.strip():
         raise ConfigError(f"{where}: 'question' must be a non-empty string, got {question!r:.80}")
+    if "documents" in fields or find_documents is None:
+        documents = _documents(fields, where)
+    elif fields.get("gold_documents"):
+        raise ConfigError(
+            f"{where}: 'gold_documents' name some of the line's 'documents', and it has none; leave them out"
+        )
+    else:
+        documents = find_documents(question)
+    answers = read_answers(fields, where)
+    gold = _gold(fields.get("gold_documents"), documents, where)
+    return QualityExample(_id(fields, where, default_id), question, documents, answers, gold)
+
+
+def digest_examples(examples: Sequence[QualityExample]) -> str:
+    """Equal exactly for the same questions over the same documents, in the same order."""
+    return digest_fields([json.dumps(example.to_dict(), sort_keys=True) for example in examples]).hex()
+
+
+def _check_text(fields: Mapping[str, Any], where: str) -> None:
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where} holds half of a surrogate pair ({error.object[error.start]!a}), which is no character; write both "
+            "halves, or the character itself"
+        ) from error
+
+
+def _id(fields: Mapping[str, Any], where: str, default_id: str) -> str:
+    given = fields.get("id")
+    if given is None:
+        return default_id
+    if not isinstance(given, str | int) or isinstance(given, bool) or given == "":
+        raise ConfigError(f"{where}: 'id' must be a non-empty string or a whole number, got {given!r:.80}")
+    return str(given)
+
+
+def _documents(fields: Mapping[str, Any], where: str) -> tuple[Document, ...]:
+    if "documents" not in fields:
+        raise ConfigError(
+            f"{where} has no 'documents'; add them, or let `lazyattention quality` look for them in a folder that you name "
+            "with --documents"
+        )
+    documents = fields["documents"]
     if not isinstance(documents, list) or not documents:
         raise ConfigError(
             f"{where}: 'documents' must be a non-empty list of strings or objects with 'text', got {documents!r:.80}"
         )
     try:
-        parsed = tuple(Document.of(document) for document in documents)
+        return tuple(Document.of(document) for document in documents)
     except RequestError as error:
         raise ConfigError(f"{where}: {error}") from error
-    answers = read_answers(fields, where)
-    return QualityExample(
-        str(fields.get("id", default_id)), question, parsed, answers, _gold(fields.get("gold_documents"), parsed, where)
-    )
 
 
 def read_answers(fields: Mapping[str, Any], where: str) -> tuple[str, ...]:

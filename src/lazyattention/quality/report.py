@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From records to what is reported: means, paired differences and shares, over all questions and over groups of them."""
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from rich.table import Table
 from lazyattention.engine.gate import MeasuredLoss
 from lazyattention.errors import ConfigError
 from lazyattention.quality.measure import COSTS, DISTANCES, SHARES, Record
+from lazyattention.quality.metrics import f1
 from lazyattention.quality.options import FULL_ATTENTION
 from lazyattention.quality.statistics import interval, paired_difference
 
@@ -22,9 +24,12 @@ _TITLES = {
     "exact_match": "exact match",
     "f1": "F1",
     "containment": "contains gold",
+    "overlap": "word overlap",
     "computed_share": "tokens computed",
     "ttft_s": "TTFT, median s",
 }
+# Likeness to the answers of another run is known of comparisons with one only.
+_METRICS = (*DISTANCES, *SHARES, "overlap", *COSTS)
 _GROUPINGS: dict[str, Callable[[Record], str | None]] = {
     "by_num_documents": lambda record: str(record.num_documents),
     "by_gold_position": lambda record: record.gold_position,
@@ -57,7 +62,7 @@ def _summarize(records: Sequence[Record], baseline: dict[str, dict[str, float]] 
     options: dict[str, Any] = {}
     for name in names:
         options[name] = {}
-        for metric in (*DISTANCES, *SHARES, *COSTS):
+        for metric in _METRICS:
             pairs = [
                 (record.metrics[name][metric], reference[metric])
                 for record in records
@@ -85,7 +90,8 @@ def summarize_against(records: Sequence[Record], others: Sequence[Record]) -> di
     """Compare one run's options with the full attention of another run over the same questions, question by question.
 
     This is how an adapter is judged: the adapted model under the chunk mask against the unadapted one with full attention.
-    NLL, KL and agreement refer to each model's own full-attention answers, costs to its run; they are left out.
+    NLL and KL refer to each model's own full-attention answers, costs to its run; they are left out. `agreement` and
+    `overlap` (F1 of words) say how like the answers are to those of the other run's full attention.
 
     Raises:
         ConfigError: The runs share no question, or not all of them.
@@ -101,11 +107,22 @@ def summarize_against(records: Sequence[Record], others: Sequence[Record]) -> di
         record.id: {
             metric: value
             for metric, value in known[record.id].metrics[FULL_ATTENTION].items()
-            if metric not in ("nll", "kl", "agreement", *COSTS)
+            if metric not in ("nll", "kl", *COSTS)
         }
+        | {"agreement": 1.0, "overlap": 1.0}
         for record in records
     }
-    return _summarize(records, baseline)
+    return _summarize([_likened(record, known[record.id].answers[FULL_ATTENTION]) for record in records], baseline)
+
+
+def _likened(record: Record, answer: str) -> Record:
+    """The record with how like its answers are to this one."""
+    metrics = {
+        name: values | {"agreement": float(text == answer), "overlap": 1.0 if text == answer else f1(text, [answer])}
+        for name, values in record.metrics.items()
+        for text in [record.answers[name]]
+    }
+    return dataclasses.replace(record, metrics=metrics)
 
 
 def loss_of(records: Sequence[Record], option: str, data: str) -> MeasuredLoss:
@@ -128,7 +145,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     table.add_column("metric")
     for name in summary["options"]:
         table.add_column(name, justify="right")
-    for metric in (*DISTANCES, *SHARES, *COSTS):
+    for metric in _METRICS:
         cells = []
         for name, metrics in summary["options"].items():
             entry = metrics.get(metric)

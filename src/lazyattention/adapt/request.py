@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be adapted to: the options of a run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lazyattention.adapt.config import AdaptConfig
+from lazyattention.quality.measure import SHORT_ANSWERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptRequest:
+    """What to adapt to.
+
+    Attributes:
+        data: Built-in sets ("nq-train:PATH"), JSONL with questions and documents, or files and folders of documents.
+        output: Folder of the adapter and of all that is needed to go on.
+        num_questions: At most so many per source.
+        num_documents: Documents per question: the range (low, high) to draw from; built-in sets take turns within it.
+        system: System message; empty = none.
+        max_tokens: Longest answer.
+        config: How to train.
+        progress: Say how far it is: bars on a terminal, else lines now and then.
+    """
+
+    data: tuple[str, ...]
+    output: Path
+    num_questions: int = 1000
+    num_documents: tuple[int, int] = (5, 10)
+    system: str = SHORT_ANSWERS
+    max_tokens: int = 32
+    config: AdaptConfig = field(default_factory=AdaptConfig)
+    progress: bool = True

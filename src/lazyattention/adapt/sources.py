@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the user names as data to questions to learn from: read, built, or written by the model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lazyattention.adapt.objectives import OBJECTIVES
+from lazyattention.adapt.request import AdaptRequest
+from lazyattention.documents.readers import read_documents
+from lazyattention.engine.engine import Engine
+from lazyattention.errors import ConfigError
+from lazyattention.quality.datasets import build_dataset, find_dataset, is_builtin
+from lazyattention.quality.examples import QualityExample, digest_examples, read_examples
+from lazyattention.quality.progress import progress_bar
+from lazyattention.quality.questions import passages_of, write_questions
+from lazyattention.quality.sources import read_all
+from lazyattention.utils.hashing import digest_fields
+
+
+def check_data(request: AdaptRequest) -> None:
+    """Refuse what can be seen to be wrong before a model is loaded.
+
+    Raises:
+        ConfigError: Data is missing or malformed, or given twice.
+    """
+    if not request.data:
+        raise ConfigError("no data was given; name a folder of documents, a JSONL file or a built-in set")
+    low, high = request.num_documents
+    if not 1 <= low <= high:
+        raise ConfigError(f"num_documents must be a range of at least 1, got {low} to {high}")
+    for index, source in enumerate(request.data):
+        if source in request.data[:index]:
+            raise ConfigError(f"data {source!r} was given twice; give it once")
+        if is_builtin(source):
+            find_dataset(source)
+        elif not Path(source).expanduser().exists():
+            raise ConfigError(
+                f"data {source!r} is neither a path nor a built-in set; give a file or folder of documents, JSONL with "
+                "questions, or nq-train:PATH, needle, two_hop"
+            )
+        elif _is_jsonl(source):
+            read_examples(Path(source).expanduser())
+
+
+def describe_samples(engine: Engine, request: AdaptRequest) -> dict[str, Any]:
+    """Everything that samples depend on."""
+    return {
+        "weights_id": engine.loaded.weights_id,
+        "data": [_digest_source(source) for source in request.data],
+        "num_questions": request.num_questions,
+        "num_documents": request.num_documents,
+        "system": request.system,
+        "max_tokens": request.max_tokens,
+        "use_gold": OBJECTIVES[request.config.objective].needs_answers,
+        "seed": request.config.seed,
+        "max_chunk_len": engine.config.cache.max_chunk_len,
+        "documents_place": engine.config.documents_place,
+        "chat_template": engine.config.chat_template,
+    }
+
+
+def _digest_source(source: str) -> str:
+    """Name a built-in set, or the content of files, wherever they lie."""
+    if is_builtin(source):
+        return source
+    if _is_jsonl(source):
+        return digest_examples(read_examples(Path(source).expanduser()))
+    documents = read_documents((Path(source).expanduser(),)).documents
+    return digest_fields([json.dumps([d.title, d.text]) for d in documents]).hex()
+
+
+def _is_jsonl(source: str) -> bool:
+    return Path(source).suffix == ".jsonl"
+
+
+def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExample]:
+    """Return the questions of all sources; those about documents are written by the model.
+
+    Raises:
+        ConfigError: A source cannot be read or made.
+    """
+    found: list[QualityExample] = []
+    for source in request.data:
+        if is_builtin(source):
+            found += _from_builtin(source, request)
+            continue
+        path = Path(source).expanduser()
+        if _is_jsonl(source):
+            found += read_examples(path)[: request.num_questions]
+            continue
+        passages = passages_of(read_all((path,)), engine)
+        with progress_bar("writing questions", request.num_questions, is_enabled=request.progress) as advance:
+            found += write_questions(
+                engine,
+                passages,
+                num_questions=request.num_questions,
+                num_documents=request.num_documents,
+                seed=request.config.seed,
+                on_done=advance,
+            )
+    return found
+
+
+def _from_builtin(source: str, request: AdaptRequest) -> list[QualityExample]:
+    """Take each question once, with each number of documents of the range in turn."""
+    low, high = request.num_documents
+    counts = list(range(low, high + 1))
+    sets = [
+        build_dataset(source, num_documents=n, num_questions=request.num_questions, seed=request.config.seed)
+        for n in counts
+    ]
+    return [sets[index % len(sets)][index] for index in range(len(sets[0]))]

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an adapter is made from: checked before anything slow happens, made once, never mixed up with another run's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from fixtures.tiny_models import save_tiny, tiny_model
+from fixtures.tiny_tokenizer import tiny_tokenizer
+from lazyattention.adapt import sources
+from lazyattention.adapt.config import AdaptConfig
+from lazyattention.adapt.request import AdaptRequest
+from lazyattention.adapt.sources import check_data
+from lazyattention.adapt.workflow import prepare_samples, run_adapt
+from lazyattention.cli import app
+from lazyattention.engine.engine import Engine
+from lazyattention.errors import ConfigError
+from lazyattention.models.loaded_model import wrap_model
+from lazyattention.quality.examples import parse_example
+from lazyattention.quality.output import hold_output
+
+SMALL = AdaptConfig(rank=4, alpha=8, batch_size=4, max_steps=2, eval_steps=1, held_out=2)
+
+
+def load_tiny(seed=0):
+    return wrap_model(tiny_model(num_hidden_layers=2, seed=seed), tiny_tokenizer(), name="tiny")
+
+
+def write(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def questions(count=8, **more):
+    return [{"question": f"who is {n}?", "documents": [f"{n} is the keeper", "a lamp"], **more} for n in range(count)]
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write(tmp_path / "q.jsonl", *questions())
+
+
+def request_of(tmp_path, *data, **more):
+    options = {"output": tmp_path / "out", "num_questions": 8, "max_tokens": 3, "progress": False, "config": SMALL}
+    return AdaptRequest(data=tuple(map(str, data)), **{**options, **more})
+
+
+def test_wrong_data_is_named_before_a_model_is_there(tmp_path, data):
+    for given, more, message in [
+        ((), {}, "no data was given"),
+        (("absent",), {}, "'absent' is neither a path"),
+        (("nq-train",), {}, "nq-train takes a file"),
+        ((data, data), {}, "given twice"),
+        ((data,), {"num_documents": (3, 2)}, "num_documents must be a range"),
+        ((write(tmp_path / "bare.jsonl", {"question": "who?"}),), {}, "line 1 has no 'documents'"),
+        ((write(tmp_path / "empty.jsonl"),), {}, "holds no questions"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            check_data(request_of(tmp_path, *given, **more))
+    check_data(request_of(tmp_path, data, tmp_path, "needle"))
+
+
+def test_the_command_names_them_before_it_loads_a_model(tmp_path, data):
+    def run(*arguments):
+        given = ["adapt", "--model", str(tmp_path / "no model"), *map(str, arguments)]
+        result = CliRunner().invoke(app, given)
+        assert result.exit_code == 2
+        return " ".join(result.output.split())
+
+    assert "given twice" in run("--data", data, "--data", data, "--output", tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in run("--data", data, "--output", tmp_path / "file" / "out")
+    with hold_output(tmp_path / "held"):
+        assert "in use by another run" in run("--data", data, "--output", tmp_path / "held")
+
+
+def test_samples_are_those_of_the_data_and_options_given(tmp_path, data):
+    log = run_adapt(load_tiny(), request_of(tmp_path, data))
+    again = run_adapt(load_tiny(), request_of(tmp_path, data, config=replace(SMALL, max_steps=3)))
+    assert (log.num_steps, again.num_steps) == (2, 3)
+    other = write(tmp_path / "other.jsonl", *questions(9))
+    engine = Engine(load_tiny())
+    for given, more, message in [
+        (other, {}, "differs in data"),
+        (data, {"num_questions": 7}, "differs in num_questions"),
+        (data, {"max_tokens": 4, "system": "Be brief."}, "differs in max_tokens, system"),
+        (data, {"config": replace(SMALL, seed=1)}, "differs in seed"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            prepare_samples(engine, request_of(tmp_path, given, **more))
+    with pytest.raises(ConfigError, match="differs in weights_id"):
+        prepare_samples(Engine(load_tiny(seed=1)), request_of(tmp_path, data))
+
+
+def test_samples_of_ones_own_are_taken_as_they_are(tmp_path, data):
+    run_adapt(load_tiny(), request_of(tmp_path, data))
+    (tmp_path / "mine").mkdir()
+    samples = (tmp_path / "out" / "samples.jsonl").read_text()
+    (tmp_path / "mine" / "samples.jsonl").write_text(samples)
+    run_adapt(load_tiny(), request_of(tmp_path, "needle", output=tmp_path / "mine"))
+    assert (tmp_path / "mine" / "samples.jsonl").read_text() == samples
+
+
+def test_a_prompt_that_is_too_long_is_named_before_any_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("work before the error"))
+    long = {"id": "novel", "question": "who?", "documents": ["the cape " * 2000]}
+    data = write(tmp_path / "q.jsonl", *questions(), long)
+    with pytest.raises(ConfigError, match="question 'novel' has .* max_model_len"):
+        run_adapt(load_tiny(), request_of(tmp_path, data, num_questions=9))
+
+
+def test_the_documents_of_a_folder_are_what_counts(tmp_path, monkeypatch):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "a.txt").write_text("the cape is north")
+    asked = []
+
+    def write_questions(engine, passages, **more):
+        asked.append([passage.text for passage in passages])
+        return [parse_example(line, "", str(n)) for n, line in enumerate(questions())]
+
+    monkeypatch.setattr(sources, "write_questions", write_questions)
+    run_adapt(load_tiny(), request_of(tmp_path, notes))
+    moved = notes.rename(tmp_path / "moved")
+    run_adapt(load_tiny(), request_of(tmp_path, moved))
+    assert asked == [["the cape is north"]]
+    (moved / "b.txt").write_text("more")
+    with pytest.raises(ConfigError, match="differs in data"):
+        run_adapt(load_tiny(), request_of(tmp_path, moved))
+
+
+def test_a_killed_command_goes_on_where_it_was(tmp_path, data):
+    folder = save_tiny(tmp_path / "model", tiny_model(num_hidden_layers=2))
+    output = tmp_path / "out"
+    command = ["adapt", "--model", str(folder), "--data", str(data), "--output", str(output), "--max-tokens", "3"]
+    command += ["--batch-size", "4", "--eval-steps", "2", "--patience", "1000", "--rank", "4", "--num-blocks", "400"]
+    endless = [sys.executable, "-c", "from lazyattention.cli import main; main()", *command, "--max-steps", "100000"]
+    process = subprocess.Popen(
+        endless, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    try:
+        until_s = time.monotonic() + 60
+        while not (output / "checkpoint.pt").exists() and process.poll() is None and time.monotonic() < until_s:
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        _, err = process.communicate()
+    assert (output / "checkpoint.pt").exists(), err.decode()[-2000:]
+    assert not (output / "adapter_model.safetensors").exists()
+    result = CliRunner().invoke(app, [*command, "--max-minutes", "0.0001", "--max-steps", "100000"])
+    assert result.exit_code == 0, result.output
+    report = json.loads((output / "adapt.json").read_text())
+    assert report["num_steps"] >= 2
+    assert report["stopped"] == "max_minutes"
+    assert (output / "adapter_model.safetensors").exists()
+    assert "next: lazyattention quality --model" in result.output
