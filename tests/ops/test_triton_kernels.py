@@ -1,13 +1,16 @@
 """The Triton kernels, in the interpreter where there is no GPU: small awkward shapes against dense attention."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from lazyattention.ops import AttentionMetadata, LayerRotary, attention
+from lazyattention.ops._tiles import MergeShape, TileShape, tiles_for
 from lazyattention.ops.attend import AttendOptions
-from lazyattention.ops.layer_kv import LayerKV
-from lazyattention.ops.merge_states import merge_states
+from lazyattention.ops.layer_kv import LayerKV, PartialStates
+from lazyattention.ops.merge_states import merge_parts, merge_states
 from lazyattention.ops.rotary import turn, turn_table
 from lazyattention.ops.rotate.reference import copy_turned_reference
 from lazyattention.ops.static_plan import StaticCapacity, StaticPlan
@@ -200,6 +203,53 @@ def test_merge_kernel_equals_reference(has_sinks):
     got, got_lse = merge_states_triton(outputs, lses, row_tokens, 5, sinks)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(got_lse, want_lse)
+
+
+@pytest.mark.parametrize("num_q_heads", [1, 6, 8])
+@pytest.mark.parametrize("shape", [MergeShape(4, 2), MergeShape(2, 4), MergeShape(16, 16)])
+def test_merge_kernel_equals_reference_however_it_is_cut(shape, num_q_heads):
+    """Heads that are no multiple of a program's, parts that are, and tokens beyond the real merges."""
+    generator = torch.Generator().manual_seed(1)
+    outputs, lses = (
+        torch.randn(13, num_q_heads, 20, generator=generator),
+        torch.randn(13, num_q_heads, generator=generator),
+    )
+    sinks = torch.randn(num_q_heads, generator=generator)
+    num_merges = torch.tensor([3], dtype=torch.int32)
+    tokens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([4, 0, 2, 3], [0, 4, 4, 13, 13]))
+    want, got = (torch.full((5, num_q_heads, 20), 7.0) for _ in range(2))
+    merge_parts(PartialStates(outputs, lses), want, num_merges, tokens, starts, sinks=sinks)
+    merge_parts_triton(outputs, lses, got, num_merges, tokens, starts, sinks=sinks, shape=shape)
+    torch.testing.assert_close(got, want)
+    assert (got[[1, 3]] == 7.0).all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("few", "many"),
+    [
+        (TileShape(16, 16, 2, 1), TileShape(128, 32, 8, 2, 1)),
+        (TileShape(32, 32, 4, 2), TileShape(128, 16, 8, 3, 2)),
+        (TileShape(64, 16, 4, 2), TileShape(64, 16, 4, 2)),
+    ],
+)
+def test_tile_shapes_of_decode_change_nothing_but_the_time(few, many, monkeypatch):
+    """A chunk 40 requests share, others for one to three, and texts that end inside a tile."""
+    tiles = dataclasses.replace(tiles_for(torch.device("cpu"), 16, torch.float32), decode_few=few, decode_many=many)
+    monkeypatch.setattr(attention, "tiles_for", lambda *_: tiles)
+    decoding = Decoding(5, block_size=4, num_blocks=900, chunk_lens=(130, 40, 7), table_entries=4096)
+    generator = torch.Generator().manual_seed(0)
+    k_cache, v_cache = (torch.randn(900, 4, 2, 16, generator=generator) for _ in range(2))
+    for index in range(40):
+        decoding.add(3 if index % 3 else 2, 1 + index % 9)
+    step, scratch = decoding.step()
+    q = torch.randn(40, 6, 16, generator=generator)
+    k, v = (torch.randn(40, 2, 16, generator=generator) for _ in range(2))
+    rotary = rotary_of(16)
+    exact = AttentionMetadata(scratch, [(k_cache.double(), v_cache.double())], [rotary])
+    want = attention.run(*(x.double() for x in (q, k, v)), exact, 0, softmax_scale=0.3)
+    metadata = AttentionMetadata(decoding.builder.plan(step), [(k_cache, v_cache)], [rotary])
+    assert relative_error(attention.run(q, k, v, metadata, 0, softmax_scale=0.3), want) < 1e-5
 
 
 def test_turn_tables_reach_both_ends():

@@ -220,6 +220,6 @@ def chunk_prefill_triton(
         TILE_M=tasks.shape.tile_m,
         TILE_KV=tasks.shape.tile_kv,
         NUM_STAGES=tasks.shape.num_stages,
-        num_warps=tasks.shape.num_warps,
+        **tasks.shape.launch_options,
         **constants,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lazyattention.ops._checks import check_shape
+from lazyattention.ops._tiles import SIDE_PRIORITY
 from lazyattention.ops.attend.options import AttendOptions
 from lazyattention.ops.device_plan import DecodeTasks
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
@@ -22,18 +23,21 @@ def shared_decodes(
     states: PartialStates,
     rotary: LayerRotary,
     options: AttendOptions,
+    *,
+    side_priority: int = SIDE_PRIORITY,
 ) -> None:
     """Run several launches of `shared_decode`; arguments as there.
 
     Ranges with many rows keep the tensor cores busy, those with few rows the memory: on a GPU, launches over the former
-    run on a stream beside the current one, which waits for them before this returns to it.
+    run on a stream beside the current one, which waits for them before this returns to it. `side_priority` is that
+    stream's, as CUDA counts: 0 as usual, -1 before others.
     """
     beside = [tasks for tasks in launches if tasks.shape.programs_per_multiprocessor]
     if not q.is_cuda or not beside or len(beside) == len(launches):
         for tasks in launches:
             shared_decode(q, kv, tasks, positions, states, rotary, options)
         return
-    current, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+    current, side = torch.cuda.current_stream(q.device), _side_stream(q.device, side_priority)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         for tasks in beside:
@@ -45,8 +49,8 @@ def shared_decodes(
 
 
 @functools.lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _side_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
 
 
 def shared_decode(

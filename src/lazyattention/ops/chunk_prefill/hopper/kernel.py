@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lazyattention.ops._tiles import UNMASKED_SHAPE, UnmaskedShape
 from lazyattention.ops._turn_tables import LOG2_NUM_LOW, NUM_HIGH, NUM_LOW, turn_tables
 from lazyattention.ops.attend.options import AttendOptions
 from lazyattention.ops.device_plan import PrefillTasks
@@ -40,19 +41,19 @@ _GROUP_ROWS = gl.constexpr(64)
 @gluon.jit
 def _copy_tiles(
     k_desc, v_desc, tiles_ptr, task_ptr, head, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = HEAD_DIM // 2
     full_start, full_end = gl.load(task_ptr + 3), gl.load(task_ptr + 4)
     count = 0
     for tile in range(full_start, full_end):
         slot = gl.load(tiles_ptr + tile * 8)
-        stage = count % STAGES
-        turn = (count // STAGES) & 1
+        stage, turn = count % K_STAGES, (count // K_STAGES) & 1
         mbarrier.wait(k_empty.index(stage), turn ^ 1)
         mbarrier.expect(k_full.index(stage), 2 * k_desc.block_type.nbytes)
         _async_load(k_desc, [slot, head * HEAD_DIM], k_full.index(stage), k_first.index(stage))
         _async_load(k_desc, [slot, head * HEAD_DIM + HALF], k_full.index(stage), k_second.index(stage))
+        stage, turn = count % V_STAGES, (count // V_STAGES) & 1
         mbarrier.wait(v_empty.index(stage), turn ^ 1)
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
         _async_load(v_desc, [slot, head * V_DIM], v_full.index(stage), v.index(stage))
@@ -123,7 +124,8 @@ def _fold(scores, running_max, running_sum, scale_base2):
 def _attend(
     part_of_tile: gl.constexpr, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head,
     scale_base2, q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
@@ -151,6 +153,7 @@ def _attend(
     weights, keep, running_max, running_sum = _fold(scores, running_max, running_sum, scale_base2)
     weights = gl.convert_layout(weights.to(v.dtype), weights_layout)
     count = 1
+    mbarrier.wait(k_full.index(1 % K_STAGES), (1 // K_STAGES) & 1, pred=full_start + 1 < full_end)
     for tile in range(full_start + 1, full_end):
         # All scores of the last tile are there, so the query buffer is free when its segment has ended.
         is_new = tile == segment_end
@@ -159,27 +162,42 @@ def _attend(
         segment_end = gl.load(segments_ptr + first_segment + num_segments + 1)
         buffer = num_segments % 2
         mbarrier.wait(q_full.index(buffer), (num_segments // 2) & 1, pred=is_new)
-        stage, turn = count % STAGES, (count // STAGES) & 1
-        last_stage, last_turn = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
-        mbarrier.wait(k_full.index(stage), turn)
-        acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
-        mbarrier.wait(v_full.index(last_stage), last_turn)
+        k_stage, next_k = count % K_STAGES, count + 1
+        v_stage, v_turn = (count - 1) % V_STAGES, ((count - 1) // V_STAGES) & 1
+        next_stage, next_turn = next_k % K_STAGES, (next_k // K_STAGES) & 1
+        if not OVERLAPS:
+            acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
+            mbarrier.wait(v_full.index(v_stage), v_turn)
         scores = _score(
-            q_first.index(buffer * 2 + part_of_tile), q_second.index(buffer * 2 + part_of_tile), k_first.index(stage),
-            k_second.index(stage), no_scores,
+            q_first.index(buffer * 2 + part_of_tile), q_second.index(buffer * 2 + part_of_tile), k_first.index(k_stage),
+            k_second.index(k_stage), no_scores,
         )  # fmt: skip
-        acc = warpgroup_mma(weights, v.index(last_stage), acc, is_async=True)
-        scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
+        if OVERLAPS:
+            acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
+            mbarrier.wait(v_full.index(v_stage), v_turn)
+        acc = warpgroup_mma(weights, v.index(v_stage), acc, is_async=True)
+        if OVERLAPS:
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+        else:
+            scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
         _thread_barrier()
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.arrive(v_empty.index(last_stage), count=1)
-        weights, keep, running_max, running_sum = _fold(scores, running_max, running_sum, scale_base2)
-        weights = gl.convert_layout(weights.to(v.dtype), weights_layout)
+        mbarrier.arrive(k_empty.index(k_stage), count=1)
+        if not OVERLAPS:
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+        new_weights, keep, running_max, running_sum = _fold(scores, running_max, running_sum, scale_base2)
+        # The assembler moves exponentials behind the wait for the product with the values, unless another wait, which
+        # it takes for a loop, stands between them.
+        mbarrier.wait(k_full.index(next_stage), next_turn, pred=tile + 1 < full_end)
+        if OVERLAPS:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            _thread_barrier()
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+        weights = gl.convert_layout(new_weights.to(v.dtype), weights_layout)
         count += 1
-    last_stage, last_turn = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
+    v_stage, v_turn = (count - 1) % V_STAGES, ((count - 1) // V_STAGES) & 1
     acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
-    mbarrier.wait(v_full.index(last_stage), last_turn)
-    acc = warpgroup_mma(weights, v.index(last_stage), acc, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), v_turn)
+    acc = warpgroup_mma(weights, v.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     m = gl.arange(0, _GROUP_ROWS, layout=acc_row_layout) + part_of_tile * _GROUP_ROWS
@@ -207,12 +225,13 @@ def _attend(
 def _attend_second(
     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
     q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     _attend(
         1, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
         q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
+        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, K_STAGES, V_STAGES, OVERLAPS,
     )  # fmt: skip
 
 
@@ -220,12 +239,13 @@ def _attend_second(
 def _attend_first(
     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
     q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, STAGES: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     _attend(
         0, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
         q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
+        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, K_STAGES, V_STAGES, OVERLAPS,
     )  # fmt: skip
 
 
@@ -250,7 +270,11 @@ def _chunk_prefill_hopper_kernel(
     HEAD_DIM: gl.constexpr,
     V_DIM: gl.constexpr,
     TILE_KV: gl.constexpr,
-    STAGES: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr,
+    TURN_REGISTERS: gl.constexpr,
     IS_TURNED: gl.constexpr,
 ):
     task, head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
@@ -261,18 +285,19 @@ def _chunk_prefill_hopper_kernel(
     # Two buffers for the two warp groups' rows.
     q_first = gl.allocate_shared_memory(dtype, [4, _GROUP_ROWS, HALF], q_layout)
     q_second = gl.allocate_shared_memory(dtype, [4, _GROUP_ROWS, HALF], q_layout)
-    k_first = gl.allocate_shared_memory(dtype, [STAGES, TILE_KV, HALF], k_desc.layout)
-    k_second = gl.allocate_shared_memory(dtype, [STAGES, TILE_KV, HALF], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, TILE_KV, V_DIM], v_desc.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_first = gl.allocate_shared_memory(dtype, [K_STAGES, TILE_KV, HALF], k_desc.layout)
+    k_second = gl.allocate_shared_memory(dtype, [K_STAGES, TILE_KV, HALF], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [V_STAGES, TILE_KV, V_DIM], v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
+    for stage in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     for buffer in gl.static_range(2):
@@ -288,7 +313,7 @@ def _chunk_prefill_hopper_kernel(
                 (
                     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
                     q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
+                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, K_STAGES, V_STAGES, OVERLAPS,
                 ),
             ),
             (
@@ -296,7 +321,7 @@ def _chunk_prefill_hopper_kernel(
                 (
                     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
                     q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, STAGES,
+                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, K_STAGES, V_STAGES, OVERLAPS,
                 ),
             ),
             (
@@ -310,12 +335,12 @@ def _chunk_prefill_hopper_kernel(
                 _copy_tiles,
                 (
                     k_desc, v_desc, tiles_ptr, task_ptr, head, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-                    HEAD_DIM, V_DIM, STAGES,
+                    HEAD_DIM, V_DIM, K_STAGES, V_STAGES,
                 ),
             ),
         ],
         [4, 4, 1],
-        [192, 104, 24],
+        [ATTEND_REGISTERS, TURN_REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -327,6 +352,7 @@ def unmasked_prefill_hopper(
     states: PartialStates,
     rotary: LayerRotary,
     options: AttendOptions,
+    shape: UnmaskedShape = UNMASKED_SHAPE,
 ) -> None:
     """Run `tasks.apart`; tiles are 128 query rows and `tasks.shape.tile_kv` keys."""
     assert tasks.shape.tile_m == 2 * _GROUP_ROWS.value
@@ -357,7 +383,11 @@ def unmasked_prefill_hopper(
         head_dim,
         head_dim,
         tile_kv,
-        2,
+        shape.k_stages,
+        shape.v_stages,
+        shape.overlaps,
+        shape.attend_registers,
+        shape.turn_registers,
         is_turned,
         num_warps=4,
     )
