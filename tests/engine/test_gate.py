@@ -8,7 +8,7 @@ import pytest
 
 from fixtures.tiny_engine import GREEDY, answer, loaded_tiny, make_engine, prompt
 from lazyattention import envs
-from lazyattention.config import EngineConfig
+from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.gate import MeasuredLoss, decide, find_loss, remember_loss
 from lazyattention.engine.llm import LLM
 from lazyattention.errors import ConfigError, RequestError
@@ -94,6 +94,66 @@ def test_requests_follow_the_gate_or_overrule_it():
     open_engine = make_engine(loaded_tiny(num_hidden_layers=2), max_loss=0.1)
     assert {d.reason for d in answer(open_engine, layout).documents} == {"new"}
     engine.check_idle()
+
+
+def test_options_that_requests_bring_are_decided_for_by_their_own_loss(caplog):
+    loaded = loaded_tiny(num_hidden_layers=2)
+    remember_loss(loaded.weights_id, make_engine(loaded).config, SMALL)
+    engine = make_engine(loaded, max_loss=0.1)
+    layout = prompt("p11 d9 d16 t5")
+
+    def is_reused(name, **more):
+        reasons = {document.reason for document in answer(engine, layout, request_id=name, **more).documents}
+        return reasons != {"not reused by full_recompute"}
+
+    isolated = ChunkOptions(encoding="isolated")
+    with caplog.at_level(logging.INFO, "lazyattention"):
+        assert is_reused("own")
+        assert not is_reused("not measured", chunk_options=isolated)
+        assert not is_reused("again", chunk_options=isolated)
+        assert is_reused("overruled", chunk_options=isolated, reuse="always")
+        assert is_reused("by name", chunk_options=isolated, reuse_method="rotate_key")
+        assert is_reused("the engine's own", chunk_options=ChunkOptions(), recompute="none")
+        assert not is_reused("recompute", recompute="first:8")  # and no error: everything is computed anew
+    assert caplog.text.count("no loss was measured for this model with a request's encoding=isolated;") == 1
+    assert caplog.text.count("a request's recompute=first:8;") == 1
+    remember_loss(loaded.weights_id, engine.config.of(engine.config, chunk=isolated), SMALL)
+    remember_loss(loaded.weights_id, engine.config.of(engine.config, recompute="first:8"), SMALL)
+    remember_loss(loaded.weights_id, engine.config.of(engine.config, chunk=isolated, recompute="first:8"), LARGE)
+    assert not is_reused("decided already", chunk_options=isolated)
+    engine = make_engine(loaded, max_loss=0.1)
+    assert is_reused("measured", chunk_options=isolated)
+    assert is_reused("recompute measured", recompute="first:8")
+    assert not is_reused("too much", chunk_options=isolated, recompute="first:8")
+    engine.check_idle()
+
+
+def test_a_closed_gate_opens_for_requests_whose_options_were_measured():
+    loaded = loaded_tiny(num_hidden_layers=2)
+    first = make_engine(loaded)
+    remember_loss(loaded.weights_id, first.config, LARGE)
+    remember_loss(loaded.weights_id, first.config.of(first.config, recompute="deviation:0.5"), SMALL)
+    engine = make_engine(loaded, max_loss=0.1)
+    layout = prompt("p11 d9 d16 t5")
+    assert engine.gate.reuse_method == "full_recompute"
+    assert {d.reason for d in answer(engine, layout, request_id="a").documents} == {"not reused by full_recompute"}
+    found = answer(engine, layout, request_id="b", recompute="deviation:.50")
+    assert {d.reason for d in found.documents} == {"new"}
+    with pytest.raises(RequestError, match="needs a reuse method that reads stored documents in place"):
+        engine.add_request("c", layout, GREEDY, reuse="never", recompute="deviation:0.5")
+
+
+def test_without_a_limit_requests_bring_what_they_like():
+    engine = make_engine(loaded_tiny(num_hidden_layers=2))
+    found = answer(engine, prompt("p11 d9 d16 t5"), chunk_options=ChunkOptions(encoding="isolated"))
+    assert {document.reason for document in found.documents} == {"new"}
+
+
+@pytest.mark.parametrize(("one", "other"), [("deviation:0.15", "deviation:.150"), (None, "none")])
+def test_a_loss_is_found_however_its_options_are_written(one, other):
+    remember_loss("weights", config(recompute=one), SMALL)
+    assert find_loss("weights", config(recompute=other)) == SMALL
+    assert find_loss("weights", config(recompute="first:16")) is None
 
 
 def test_wrong_choices_are_named():

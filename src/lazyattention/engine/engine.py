@@ -17,7 +17,7 @@ from lazyattention.engine.calibration import resolve
 from lazyattention.engine.checksums import ChecksumGuard
 from lazyattention.engine.detokenizer import Detokenizer
 from lazyattention.engine.documents import DocumentManager
-from lazyattention.engine.gate import decide
+from lazyattention.engine.gate import Gate
 from lazyattention.engine.model_runner import ModelRunner
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput, Timings
 from lazyattention.engine.prompt import PromptBuilder
@@ -63,8 +63,7 @@ class Engine:
         self.loaded = loaded
         self.configured_method = REUSE_METHODS[self.config.reuse_method]
         self.default_recompute = default_recompute(self.config, loaded)
-        self.gate = decide(loaded.weights_id, self.config)
-        self.default_method = REUSE_METHODS[self.gate.reuse_method]
+        self.gate = Gate(loaded.weights_id, self.config)
         self.model_runner = ModelRunner(loaded, self.config)
         kv_pool = self.model_runner.kv_pool
         self.cache = CacheManager(kv_pool.num_blocks, kv_pool.block_size, chunk_ttl_s=self.config.cache.chunk_ttl_s)
@@ -139,8 +138,8 @@ class Engine:
             layout: The prompt, from `prompts`.
             params: How to sample; None = defaults.
             scope: The tenant; KV is never shared between scopes.
-            reuse: "auto" = as the gate decided; "always" = by the engine's method whatever the gate says; "never" =
-                recompute documents with full attention.
+            reuse: "auto" = as the gate decides for this request's options; "always" = by the engine's method whatever the
+                gate says; "never" = recompute documents with full attention.
             reuse_method: Another method than the engine's, for this request; overrides the gate, so leave `reuse` out.
             chunk_options: Other chunk options than the engine's, for this request; chunks of both lie in one store.
             recompute: Which blocks of stored documents to compute anew for this request: "first:16", "deviation:0.15",
@@ -153,7 +152,9 @@ class Engine:
                 malformed or does not go with the reuse method or the chunk options.
             ConfigError: The reuse method is unknown, or the tokenizer lacks what a chunk option asks for.
         """
-        method = self._method_for(reuse, reuse_method)
+        options = self.resolve(chunk_options)
+        wanted = self.default_recompute if recompute is None else Recompute.of(recompute)
+        method = self._method_for(reuse, reuse_method, options, wanted)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
@@ -161,11 +162,15 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
         if not layout.spans or layout.spans[-1].is_document or not layout.spans[-1].token_ids:
             raise RequestError("the prompt must end with text; add a question or an instruction")
-        plan = method.plan(layout, self.prompts.chunking(self.resolve(chunk_options)))
+        plan = method.plan(layout, self.prompts.chunking(options))
         layout = plan.layout
-        chosen_recompute = self._recompute_for(recompute, method)
-        if chosen_recompute is not None:
-            check_positions(chosen_recompute, plan.options)
+        # Where nobody chose a method that reads no chunk in place but the engine or its gate, everything is recomputed anyway.
+        is_gated = reuse == "auto" and reuse_method is None and method is not self.configured_method
+        if (recompute is None or is_gated) and method.document_use is not SpanUse.SHARED:
+            wanted = None
+        if wanted is not None:
+            check_recompute(wanted, method, self.loaded)
+            check_positions(wanted, plan.options)
         if plan.num_positions >= self.max_model_len:
             num_document_tokens = sum(len(span.token_ids) for span in layout.spans if span.is_document)
             raise RequestError(
@@ -178,7 +183,7 @@ class Engine:
         group = RequestGroup(
             request_id, layout, layout.token_ids, params, method, plan, scope, timings, deadline_s=deadline_s
         )
-        group.recompute = chosen_recompute
+        group.recompute = wanted
         self._chooser.choose_at_once(group)
         for index in range(params.n):
             group.sequences.append(self._new_sequence(group, index))
@@ -406,16 +411,9 @@ class Engine:
             if evidence is Evidence.KV_DEVIATION:
                 return  # it took a pass of its own; the next one waits for the next step, so that others go on
 
-    def _recompute_for(self, recompute: Recompute | str | None, method: ReuseMethod) -> Recompute | None:
-        reads_in_place = method.document_use is SpanUse.SHARED
-        if recompute is None:
-            return self.default_recompute if reads_in_place else None
-        wanted = Recompute.of(recompute)
-        if wanted is not None:
-            check_recompute(wanted, method, self.loaded)
-        return wanted
-
-    def _method_for(self, reuse: str, reuse_method: str | None) -> ReuseMethod:
+    def _method_for(
+        self, reuse: str, reuse_method: str | None, options: ChunkOptions, recompute: Recompute | None
+    ) -> ReuseMethod:
         if reuse not in REUSE_CHOICES:
             raise RequestError(f"reuse must be one of {', '.join(REUSE_CHOICES)}, got {reuse!r:.80}")
         if reuse_method is not None:
@@ -423,7 +421,7 @@ class Engine:
                 raise RequestError(f"reuse={reuse!r} and reuse_method={reuse_method!r} exclude each other; give one")
             return REUSE_METHODS[reuse_method]
         if reuse == "auto":
-            return self.default_method
+            return REUSE_METHODS[self.gate.method_for(options, recompute)]
         return self.configured_method if reuse == "always" else REUSE_METHODS["full_recompute"]
 
     def _new_sequence(self, group: RequestGroup, index: int) -> Sequence:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from lazyattention import envs
 from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.errors import ConfigError
+from lazyattention.reuse.recompute import Recompute
 from lazyattention.utils.hashing import digest_fields
 
 _Kind = TypeVar("_Kind")
@@ -26,8 +27,9 @@ def path_of(kind: str, weights_id: str, config: EngineConfig, chunk: ChunkOption
         config.chat_template or "",
         str(config.cache.max_chunk_len),
     )
-    if config.recompute is not None:
-        fields += (config.recompute,)
+    recompute = Recompute.of(config.recompute)
+    if recompute is not None:
+        fields += (str(recompute),)
     return envs.CACHE_DIR / "quality" / f"{digest_fields(fields).hex()}.json"
 
 
