@@ -78,3 +78,24 @@ def test_adapter_for_modules_the_model_lacks_is_named(folder, tmp_path):
     peft.get_peft_model(tiny_model(num_hidden_layers=6), config).save_pretrained(tmp_path / "deeper")
     with pytest.raises(ConfigError, match="does not fit the model"):
         load(folder, adapter=str(tmp_path / "deeper"))
+
+
+def test_an_adapter_made_for_other_weights_is_said(folder, tmp_path, caplog):
+    make_adapter(tmp_path / "adapter", seed=1)
+    load(folder, adapter=str(tmp_path / "adapter"))
+    report = tmp_path / "adapter" / "adapt.json"
+    report.write_text(json.dumps({"model": "model", "base_weights_id": load(folder).weights_id}))
+    load(folder, adapter=str(tmp_path / "adapter"))
+    assert "other weights" not in caplog.text
+    other = save_tiny(tmp_path / "other", tiny_model(seed=3))
+    load(other, adapter=str(tmp_path / "adapter"))
+    assert "was made for other weights (of model) than those of other" in caplog.text
+
+
+def test_a_folder_without_an_adapter_is_named(folder, tmp_path):
+    with pytest.raises(ConfigError, match="absent' has no adapter_config.json"):
+        load(folder, adapter=str(tmp_path / "absent"))
+    make_adapter(tmp_path / "adapter", seed=1)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="adapter' has no weights: .*adapter_model.safetensors"):
+        load(folder, adapter=str(tmp_path / "adapter"))

@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 it failed; 2 used wrongly (a flag, a path, a request); 130
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -87,6 +88,8 @@ def root(
     configure_logging("DEBUG" if debug else None)
     # It warns about every flaw of a file that it can read all the same.
     logging.getLogger("pypdf").setLevel(logging.ERROR)
+    # peft calls it by its old name; nobody who runs a command can change that.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 app.command("ask", cls=AskCommand)(with_engine_options(ask))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a PEFT adapter to a loaded model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,40 @@ from lazyattention.errors import ConfigError
 from lazyattention.models.reading import READ_ERRORS, short
 from lazyattention.models.weights_id import folder_digest
 from lazyattention.utils.hashing import digest_fields
+from lazyattention.utils.logging import get_logger
 from lazyattention.utils.packages import require_package
 
+logger = get_logger(__name__)
+
 _CONFIG_NAME = "adapter_config.json"
+_WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+# Beside them, where `lazyattention adapt` made the adapter.
+_REPORT_NAME = "adapt.json"
+
+
+def warn_of_other_base(folder: Path, weights_id: str, name: str) -> None:
+    """Say in the log when `lazyattention adapt` made the adapter for other weights than those it was applied to.
+
+    No error: the same model in another precision or file format is another set of weights, too.
+
+    Args:
+        folder: The adapter's.
+        weights_id: Of the base model.
+        name: Of the base model.
+    """
+    try:
+        report = json.loads((folder / _REPORT_NAME).read_text(encoding="utf-8"))
+        made_for, its_id = report["model"], report["base_weights_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # an adapter from elsewhere
+    if its_id != weights_id:
+        logger.warning(
+            "adapter %s was made for other weights (of %s) than those of %s: what it was measured to do need not hold; "
+            "measure again with `lazyattention quality`, or load the model that it was made for",
+            folder,
+            made_for,
+            name,
+        )
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
@@ -30,7 +62,13 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel
     """
     if not (folder / _CONFIG_NAME).is_file():
         raise ConfigError(
-            f"adapter {str(folder)!r} has no {_CONFIG_NAME}; expected the folder of a PEFT adapter; check the path"
+            f"adapter {str(folder)!r} has no {_CONFIG_NAME}; expected the folder of a PEFT adapter; check the path, or let "
+            "`lazyattention adapt` end if it writes there"
+        )
+    if not any((folder / name).is_file() for name in _WEIGHTS_NAMES):  # peft would look for them on the hub
+        raise ConfigError(
+            f"adapter {str(folder)!r} has no weights: expected {' or '.join(_WEIGHTS_NAMES)} beside {_CONFIG_NAME}; copy the "
+            "whole folder"
         )
     require_package("peft", "adapter=", "unlearn")
     from peft import PeftModel

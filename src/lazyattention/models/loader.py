@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from lazyattention.errors import ConfigError
-from lazyattention.models.adapter import apply_adapter
+from lazyattention.models.adapter import apply_adapter, warn_of_other_base
 from lazyattention.models.attention import ATTENTION_NAME
 from lazyattention.models.loaded_model import LoadedModel, wrap_model
 from lazyattention.models.reading import READ_ERRORS, refuse_incomplete, short
@@ -65,7 +65,10 @@ def load_model(
         if adapter is not None:
             model, adapter_digest = apply_adapter(model, Path(adapter).expanduser())
     # Of the configuration as read: the one in memory also says how it was loaded.
-    weights_id = weights_id_of(folder_digest(source.folder), config, adapter_digest)
+    digest = folder_digest(source.folder)
+    weights_id = weights_id_of(digest, config, adapter_digest)
+    if adapter is not None:
+        warn_of_other_base(Path(adapter).expanduser(), weights_id_of(digest, config), source.name)
     return wrap_model(model, tokenizer, name=source.name, weights_id=weights_id)
 
 
