@@ -131,9 +131,9 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def concatenated_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return `start, start + 1, ...` (`count` of them) for every pair, one after the other."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    values: np.ndarray = np.arange(total) + np.repeat(starts - ends + counts, counts)
+    ends = counts.cumsum()
+    values = np.repeat(starts - ends + counts, counts)
+    values += np.arange(len(values))
     return values
 
 

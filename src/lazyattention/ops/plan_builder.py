@@ -7,8 +7,8 @@ While the same requests decode one token each, nothing but positions and slots i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress, count
-from operator import is_not
+from itertools import compress, count, islice, repeat
+from operator import is_, is_not
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from lazyattention.ops.plan import AttentionPlan, first_slot, plan_of_arrays
 
 # A text may outgrow the parts it was cut into by this many steps before it is cut anew.
 _MAX_STEPS_PER_LAYOUT = 256
+# Block-table entries that are sent at once, rather than picked out from among others.
+_MAX_SENT_ENTRIES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +95,7 @@ class PlanBuilder:
         self._host_blocks = np.zeros(table_entries, np.int32)
         self._end = 0
         self._free_tables: dict[int, list[int]] = {}
-        self._dirty: list[np.ndarray] = []
+        self._dirty: list[tuple[int, int]] = []  # runs of entries that the device has not got yet
         self.blocks = torch.zeros(table_entries, dtype=torch.int32, device=self._device)
         self.for_causal = True  # plans may make use of causal_prefill
         self._version = 0
@@ -150,7 +152,7 @@ class PlanBuilder:
             end = used + len(new_block_ids)
             if end <= self._ranges.table_sizes[range_id]:
                 self._host_blocks[start + used : start + end] = new_block_ids
-                self._dirty.append(np.arange(start + used, start + end))
+                self._dirty.append((start + used, start + end))
             else:
                 table = np.concatenate((self._host_blocks[start : start + used], np.asarray(new_block_ids, np.int32)))
                 self._release_table(range_id)
@@ -224,10 +226,11 @@ class PlanBuilder:
         pieces, kept = [], []
         index = num_kept = 0
         while index < len(last) and num_kept < len(requests):
-            try:
-                index = last.index(requests[num_kept], index)
-            except ValueError:
+            # Not list.index, which spells out what it does not find.
+            found = next(compress(count(index), map(is_, islice(last, index, None), repeat(requests[num_kept]))), None)
+            if found is None:
                 break
+            index = found
             run = _num_equal(last[index:], requests[num_kept:])
             pieces.append(self._rows[:, ends[index] - self._spans[index] : ends[index + run - 1]])
             kept.append(self._spans[index : index + run])
@@ -274,7 +277,7 @@ class PlanBuilder:
         self._host_blocks[start : start + len(table)] = table
         self._ranges.tables[range_id] = start
         self._ranges.table_sizes[range_id] = size
-        self._dirty.append(np.arange(start, start + len(table)))
+        self._dirty.append((start, start + len(table)))
         self._structure_changed = True
 
     def _release_table(self, range_id: int) -> None:
@@ -288,14 +291,20 @@ class PlanBuilder:
             size *= 2
         self._host_blocks = np.concatenate((self._host_blocks, np.zeros(size - len(self._host_blocks), np.int32)))
         self.blocks = torch.zeros(size, dtype=torch.int32, device=self._device)
-        self._dirty = [np.arange(self._end)]
+        self._dirty = [(0, self._end)]
 
     def _send_tables(self) -> None:
-        if self._dirty:
-            index = np.unique(np.concatenate(self._dirty))
+        if not self._dirty:
+            return
+        start, end = min(run[0] for run in self._dirty), max(run[1] for run in self._dirty)
+        if end - start <= _MAX_SENT_ENTRIES:
+            # What lies between is there already, and is the same.
+            self.blocks[start:end].copy_(send(self._host_blocks[start:end], self._device), non_blocking=True)
+        else:
+            index = np.unique(np.concatenate([np.arange(*run) for run in self._dirty]))
             sent = send(np.stack((index, self._host_blocks[index])), self._device)
             self.blocks.index_copy_(0, sent[0], sent[1].to(torch.int32))
-            self._dirty = []
+        self._dirty = []
 
 
 def _num_equal(one: Sequence[RequestRows], other: Sequence[RequestRows]) -> int:
