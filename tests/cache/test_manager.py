@@ -8,6 +8,7 @@ from lazyattention.cache.chunk_store import content_id
 from lazyattention.cache.manager import CacheManager
 from lazyattention.cache.prefix_store import block_key
 from lazyattention.errors import CapacityError
+from lazyattention.reuse import Span
 
 ROOT = b"root"
 
@@ -20,7 +21,8 @@ class Clock:
 
 
 def key_of(token_ids, *, scope="default", encoding=ISOLATED, weights_id="w", kv_dtype="float32"):
-    return ChunkKey.of(token_ids, weights_id=weights_id, encoding=encoding, kv_dtype=kv_dtype, scope=scope)
+    digest = Span(tuple(token_ids)).digest
+    return ChunkKey.of(digest, weights_id=weights_id, encoding=encoding, kv_dtype=kv_dtype, scope=scope)
 
 
 def insert(cache, token_ids, *, scope="default", document_id=None, ready=True, **more):

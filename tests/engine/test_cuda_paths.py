@@ -232,7 +232,7 @@ def test_nothing_of_a_deleted_document_stays(method, is_running):
             engine.documents.delete("d30")
         if not is_running:
             assert holders() == []
-            assert not any(graph.inputs.any() for graph in engine.model_runner.graphs._graphs.values())
+            assert not any(graph.plan.inputs.any() for graph in engine.model_runner.graphs._graphs.values())
         drain(engine)
         assert holders() == []
         assert error_of(recorder.of("others"), want) < 1e-5

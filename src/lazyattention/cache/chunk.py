@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk: a piece of text encoded on its own, whose KV is stored once and used at any position. No tensors here."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lazyattention.utils.hashing import digest_fields
@@ -20,17 +19,17 @@ class ChunkKey:
     digest: bytes
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], *, weights_id: str, encoding: str, kv_dtype: str, scope: str) -> "ChunkKey":
+    def of(cls, tokens_digest: bytes, *, weights_id: str, encoding: str, kv_dtype: str, scope: str) -> "ChunkKey":
         """Hash the fields, each length-prefixed.
 
         Args:
-            token_ids: The chunk's own tokens.
+            tokens_digest: Hash of the chunk's own tokens.
             weights_id: Fingerprint of weights, adapters and RoPE settings.
             encoding: What the chunk saw (`isolated`, or the key of the last chunk before it) and how its keys are stored.
             kv_dtype: Dtype of the stored KV.
             scope: The tenant.
         """
-        return cls(digest_fields(("chunk", weights_id, encoding, kv_dtype, scope), token_ids))
+        return cls(digest_fields(("chunk", tokens_digest, weights_id, encoding, kv_dtype, scope)))
 
     @property
     def hex(self) -> str:

@@ -45,7 +45,9 @@ class ChunkStore:
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> Chunk | None:
         """Return the chunk of this key if it is there and holds these very tokens."""
         chunk = self._chunks.get(key)
-        return chunk if chunk is not None and chunk.token_ids == tuple(token_ids) else None
+        if chunk is None or (chunk.token_ids is not token_ids and chunk.token_ids != tuple(token_ids)):
+            return None
+        return chunk
 
     def miss_reason(self, key: ChunkKey, scope: str, token_ids: Sequence[int]) -> str:
         """Say why `get` found nothing: "evicted", "expired", "deleted", "other preamble" or "new"."""

@@ -37,15 +37,13 @@ class CacheIdentity:
         seen_how = (options.positions, repr(options.chunk_temperature), repr(options.chunk_bias))
         return digest_fields(("root", self.weights_id, self.kv_dtype, scope, *seen_how))
 
-    def chunk_key(
-        self, token_ids: tuple[int, ...], method: ReuseMethod, after: ChunkKey | None, scope: str
-    ) -> ChunkKey:
+    def chunk_key(self, tokens_digest: bytes, method: ReuseMethod, after: ChunkKey | None, scope: str) -> ChunkKey:
         """Key of a chunk encoded after the chunk of this key, and all that was encoded after (None: isolated)."""
         encoding = ISOLATED if after is None else f"after:{after.hex}"
         if not method.keys_turned:
             encoding += ";keys unturned"
         return ChunkKey.of(
-            token_ids, weights_id=self.weights_id, encoding=encoding, kv_dtype=self.kv_dtype, scope=scope
+            tokens_digest, weights_id=self.weights_id, encoding=encoding, kv_dtype=self.kv_dtype, scope=scope
         )
 
 
@@ -61,7 +59,7 @@ class Admission:
         """Blocks a sequence holds at its end, if it shares nothing with anybody: what must fit at all."""
         plan = group.plan
         block_counts = self.block_counts(plan)
-        seen: set[tuple[tuple[int, ...], ...]] = set()
+        seen: set[tuple[bytes, ...]] = set()
         num_blocks = 0
         if group.recompute is not None:
             policy = RECOMPUTE_POLICIES[group.recompute.policy]
@@ -71,10 +69,11 @@ class Admission:
             is_recomputed = (
                 group.chosen_blocks is not None and len(group.chosen_blocks[index]) == block_counts[index] > 0
             )
-            content = tuple(plan.spans[place].span.token_ids for place in (*planned.context, index))
-            if planned.use in (SpanUse.SHARED, SpanUse.COPIED) and content not in seen and not is_recomputed:
-                seen.add(content)
-                num_blocks += self._cache.num_blocks_of(num_tokens)
+            if planned.use in (SpanUse.SHARED, SpanUse.COPIED) and not is_recomputed:
+                content = tuple(plan.spans[place].span.digest for place in (*planned.context, index))
+                if content not in seen:
+                    seen.add(content)
+                    num_blocks += self._cache.num_blocks_of(num_tokens)
             if planned.use is not SpanUse.SHARED:
                 num_blocks += self._cache.num_blocks_of(num_tokens)
         return num_blocks
@@ -154,7 +153,7 @@ class Admission:
             if (index, scope) not in keys:
                 planned = group.plan.spans[index]
                 after = key_of(planned.context[-1], scope) if planned.context else None
-                keys[index, scope] = self._identity.chunk_key(planned.span.token_ids, group.method, after, scope)
+                keys[index, scope] = self._identity.chunk_key(planned.span.digest, group.method, after, scope)
             return keys[index, scope]
 
         for index, planned in enumerate(group.plan.spans):
@@ -254,10 +253,11 @@ class Admission:
         stats = self._cache.stats
         stats.num_hit_text_tokens += num_text_found
         assert group.found is not None
+        parts_of = _by_source(spans)
         for index, (planned, reason) in enumerate(zip(group.plan.spans, group.found, strict=True)):
             if planned.is_hidden:
                 continue  # counted with the chunk behind it
-            parts = [span for span in spans if span.source == index]
+            parts = parts_of[index]
             chunk = next((span.chunk for span in parts if span.chunk is not None), None)
             num_tokens = planned.num_tokens + self._num_hidden(group.plan, planned)
             if chunk is not None:
@@ -275,10 +275,11 @@ class Admission:
         group.documents, group.num_reused_tokens, group.num_recomputed_tokens = [], 0, 0
         # In front of all documents a second admission finds what the request itself has computed since the first.
         num_found_before = group.num_found_before
+        parts_of = _by_source(spans)
         for index, (planned, reason) in enumerate(zip(group.plan.spans, found, strict=True)):
             if planned.is_hidden:
                 continue  # reported with the chunk behind it
-            source, parts = planned.span, [span for span in spans if span.source == index]
+            source, parts = planned.span, parts_of[index]
             num_hidden = self._num_hidden(group.plan, planned)
             num_tokens = planned.num_tokens + num_hidden
             num_found = sum(span.num_computed for span in parts)
@@ -328,3 +329,11 @@ class Admission:
         if not method.reuses_text:
             return "computed", f"not reused by {method.name}"
         return ("hit", "identical prefix") if num_found else ("miss", "no identical prefix")
+
+
+def _by_source(spans: list[SpanState]) -> dict[int, list[SpanState]]:
+    """Return the parts of each span of the plan, in order."""
+    parts_of: dict[int, list[SpanState]] = {}
+    for span in spans:
+        parts_of.setdefault(span.source, []).append(span)
+    return parts_of

@@ -73,6 +73,7 @@ class BlockChooser:
         """Keeps both; owns nothing."""
         self._runner = runner
         self._admission = admission
+        self._dtype = runner.model.dtype  # found by a walk over the parameters: once, not every step
 
     def choose_at_once(self, group: RequestGroup) -> None:
         """Choose if no evidence is needed, because of the policy or because there is nothing to choose from."""
@@ -85,7 +86,7 @@ class BlockChooser:
 
     def watch(self, step: Step) -> Observer | None:
         """Return what must observe the step's forward pass, if anything."""
-        return watch_questions(step, self._runner.kv_pool.block_size, self._runner.device, self._runner.model.dtype)
+        return watch_questions(step, self._runner.kv_pool.block_size, self._runner.device, self._dtype)
 
     def choose(self, sequence: Sequence) -> float | None:
         """Choose a running sequence's blocks if the evidence is there.

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from lazyattention.ops._layout import LayoutSpec, PlanArrays
-from lazyattention.ops.device_plan import send
 from lazyattention.ops.plan import AttentionPlan
 from lazyattention.ops.plan_builder import HostStep
 from lazyattention.ops.static_plan import StaticCapacity, StaticPlan
@@ -72,12 +71,14 @@ class _Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Graph:
-    """One kind's graph; `plan`, `inputs` and `logits` keep their memory."""
+    """One kind's graph; `plan` and `logits` keep their memory.
+
+    The plan's inputs are `[num_tokens + max_sampled]`: token ids, then rows whose logits are wanted.
+    """
 
     capacity: StaticCapacity
     blocks: torch.Tensor
     plan: StaticPlan
-    inputs: torch.Tensor  # [num_tokens + max_sampled]: token ids, then rows whose logits are wanted
     logits: torch.Tensor  # [max_sampled, vocab_size]
     replay: Callable[[], None]
 
@@ -150,13 +151,14 @@ class GraphRunner:
         if len(sample_rows) > self._max_num_seqs or step.store_turns is not None:
             return None
         kind = self._kind_of(step.arrays, num_tokens)
-        graph = None if kind is None else self._loaded(kind, step, blocks)
+        if kind is None:
+            return None
+        inputs = np.zeros(kind.size + self._max_sampled(kind.size), np.int64)
+        inputs[:num_tokens] = token_ids
+        inputs[kind.size :][: len(sample_rows)] = sample_rows
+        graph = self._loaded(kind, step, blocks, inputs)
         if graph is None:
             return None
-        inputs = np.zeros(len(graph.inputs), np.int64)
-        inputs[:num_tokens] = token_ids
-        inputs[graph.capacity.num_tokens :][: len(sample_rows)] = sample_rows
-        graph.inputs.copy_(send(inputs, graph.inputs.device), non_blocking=True)
         graph.replay()
         self.num_replays += 1
         return graph.logits[: len(sample_rows)]
@@ -164,7 +166,7 @@ class GraphRunner:
     def clear_inputs(self) -> None:
         """Overwrite the tokens of the last steps."""
         for graph in self._graphs.values():
-            graph.inputs.zero_()
+            graph.plan.inputs.zero_()
 
     def _kind_of(self, arrays: PlanArrays, num_tokens: int) -> _Kind | None:
         has_unturned = not bool(arrays.range_turned[arrays.group_ranges].all())
@@ -173,11 +175,14 @@ class GraphRunner:
         size = next((size for size in sizes if size >= num_tokens), None)
         return None if size is None else _Kind(size, has_unturned, has_prefill)
 
-    def _loaded(self, kind: _Kind, step: HostStep, blocks: torch.Tensor) -> _Graph | None:
+    def _max_sampled(self, size: int) -> int:
+        return min(size, self._max_num_seqs)
+
+    def _loaded(self, kind: _Kind, step: HostStep, blocks: torch.Tensor, inputs: np.ndarray) -> _Graph | None:
         """Return the graph with the step in its plan; a graph that is too small is recorded anew, some times over."""
         graph = self._graphs.get(kind)
         while True:
-            if graph is not None and graph.plan.load(step, blocks):
+            if graph is not None and graph.plan.load(step, blocks, inputs):
                 return graph
             if self._num_growths.get(kind, 0) >= _MAX_GROWTHS:
                 return None
@@ -224,8 +229,10 @@ class GraphRunner:
     def _record(self, kind: _Kind, blocks: torch.Tensor, capacity: StaticCapacity) -> _Graph:
         logger.debug("recording a CUDA graph: %s", capacity)
         self._graphs.pop(kind, None)  # gives its memory back to the pool
-        plan, size = StaticPlan(capacity, self._specs, block_size=self._block_size, blocks=blocks), capacity.num_tokens
-        inputs = torch.zeros(size + min(size, self._max_num_seqs), dtype=torch.int64, device=blocks.device)
+        size = capacity.num_tokens
+        num_inputs = size + self._max_sampled(size)
+        plan = StaticPlan(capacity, self._specs, block_size=self._block_size, blocks=blocks, num_inputs=num_inputs)
+        inputs = plan.inputs
         logits, replay = self._capture(lambda: self._forward(inputs[:size], plan.plan, inputs[size:]))
-        graph = self._graphs[kind] = _Graph(capacity, blocks, plan, inputs, logits, replay)
+        graph = self._graphs[kind] = _Graph(capacity, blocks, plan, logits, replay)
         return graph

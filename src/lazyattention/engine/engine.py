@@ -220,12 +220,11 @@ class Engine:
             try:
                 batch = self.model_runner.build_batch(step)
                 batch.observer = self._chooser.watch(step)
-                tokens = self._run(batch)
+                tokens = self._run(step, batch)
             except Exception as error:  # whatever the model raises must not take other requests along
                 logger.exception("a forward pass over %d tokens failed", step.num_tokens)
                 self._fail_step(step, error)
             else:
-                self.scheduler.advance(step)
                 changed = self._update(batch, tokens)
                 if self._checksums is not None:
                     self._checksums.after_step(step, batch)
@@ -258,10 +257,11 @@ class Engine:
 
     # Inside a step ---------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch) -> list[SampledToken]:
+    def _run(self, step: Step, batch: Batch) -> list[SampledToken]:
         started_s = time.perf_counter()
         logits = self.model_runner.run(batch)
         self.stats.forward_s += time.perf_counter() - started_s
+        self.scheduler.advance(step)  # while a GPU still computes
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += batch.num_tokens
         rows = [

@@ -114,9 +114,11 @@ class Sampler:
             raise ValueError(f"logits has shape {tuple(logits.shape)}, expected [{len(rows)}, vocab_size]")
         if not rows:
             return []
-        raw = logits.float()
         if all(_is_plain(row.params) for row in rows):
-            return _finish(raw, raw, raw.argmax(dim=1), rows, {})
+            largest, picked = logits.max(dim=1)
+            fetched = torch.stack((picked.double(), largest.double()), dim=1).tolist()
+            return [_sampled(int(token_id), value, value) for token_id, value in fetched]
+        raw = logits.float()
         errors: dict[int, LazyAttentionError] = {}
         adjusted = self._adjust(raw, rows, errors)
         picked = adjusted.argmax(dim=1)
@@ -172,7 +174,8 @@ class Sampler:
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    return params.is_greedy and not params.has_penalties and not _changes_row(params)
+    """True if all that is asked of a row is its likeliest token."""
+    return params.is_greedy and params.logprobs is None and not params.has_penalties and not _changes_row(params)
 
 
 def _changes_row(params: SamplingParams) -> bool:
@@ -243,12 +246,16 @@ def _finish(
     sampled = []
     for i, (row, fetched) in enumerate(zip(rows, torch.cat(columns, dim=1).tolist(), strict=True)):
         token_id, largest, chosen_logit = int(fetched[0]), fetched[1], fetched[2]
-        error = errors.get(i) or _check_row(largest, chosen_logit)
-        if error is not None:
-            sampled.append(SampledToken(-1, error=error))
+        if i in errors:
+            sampled.append(SampledToken(-1, error=errors[i]))
             continue
-        sampled.append(SampledToken(token_id, _logprobs(token_id, fetched[3:], row.params.logprobs)))
+        sampled.append(_sampled(token_id, largest, chosen_logit, _logprobs(token_id, fetched[3:], row.params.logprobs)))
     return sampled
+
+
+def _sampled(token_id: int, largest: float, chosen_logit: float, logprobs: TokenLogprobs | None = None) -> SampledToken:
+    error = _check_row(largest, chosen_logit)
+    return SampledToken(token_id, logprobs) if error is None else SampledToken(-1, error=error)
 
 
 def _logprobs(token_id: int, fetched: Sequence[float], num_top: int | None) -> TokenLogprobs | None:

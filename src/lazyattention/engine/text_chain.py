@@ -25,7 +25,7 @@ class TextChain:
         self._scope = scope
         self._key = root_key
         self._parent: PrefixNode | None = None
-        self._tags: frozenset[bytes] = frozenset()
+        self._chunks: list[SpanState] = []  # behind the last node
         self._span_index = 0
         self._done = 0  # tokens of the current span that are behind the cursor
         self._is_broken = False
@@ -75,7 +75,9 @@ class TextChain:
             span, token_ids = piece
             key = block_key(self._key, token_ids)
             block_id = span.block_ids[self._done // self._cache.block_size]
-            tags = self._tags | self._document_tags(span)
+            # The documents' tags, too: text may outlive the chunks that it was computed behind.
+            digests = frozenset(chunk.chunk_key.digest for chunk in self._chunks if chunk.chunk_key is not None)
+            tags = digests.union(*map(self._document_tags, (*self._chunks, span)))
             context_len = span.start + self._done
             node = self._cache.insert_text(key, self._parent, token_ids, block_id, context_len, tags)
             if node is None:
@@ -103,8 +105,7 @@ class TextChain:
             elif span.chunk_key is not None:
                 part = (span.chunk_start, len(span.token_ids)) if span.is_part else ()
                 self._key = boundary_key(self._key, span.chunk_key.digest, part)
-                # The document's tag, too: text may outlive the chunk that it was computed behind.
-                self._tags |= {span.chunk_key.digest} | self._document_tags(span)
+                self._chunks.append(span)
             self._span_index += 1
             self._done = 0
         return None
@@ -117,6 +118,6 @@ class TextChain:
         return frozenset([document_tag(source.scope or self._scope, source.document_id)])
 
     def _step(self, key: bytes, node: PrefixNode, num_tokens: int) -> None:
-        self._key, self._parent, self._tags = key, node, frozenset()
+        self._key, self._parent, self._chunks = key, node, []
         self._done += num_tokens
         self.nodes.append(node)

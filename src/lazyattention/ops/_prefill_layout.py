@@ -271,7 +271,7 @@ def _cut(
 
 def _part_tiles(work: np.ndarray, spec: LayoutSpec) -> int:
     """Return the part length, in key tiles, for which all programs are done soonest."""
-    tiles = work.tolist()
+    tiles: list[int] = work.tolist()
     longest = max(1, *tiles)
     best, best_time, part_tiles = longest, float("inf"), 0
     for num_parts in range(1, min(longest, _MAX_PARTS) + 1):

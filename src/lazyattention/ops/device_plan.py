@@ -291,6 +291,12 @@ def _named_arrays(layout: Layout, blocks: np.ndarray | None) -> Iterator[tuple[s
             yield f"prefill{i}.part_bases", prefill.part_bases
 
 
+def load(target: torch.Tensor, array: np.ndarray) -> None:
+    """Overwrite a tensor with an array of its dtype and size, without waiting where that is possible."""
+    host = torch.from_numpy(array)
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device; from pinned memory and without waiting when that is a GPU."""
     host = torch.from_numpy(array)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lazyattention.ops._layout import PlanArrays
-from lazyattention.ops.device_plan import send
+from lazyattention.ops.device_plan import load, send
 from lazyattention.ops.plan import AttentionPlan, first_slot, plan_of_arrays
 
 # A text may outgrow the parts it was cut into by this many steps before it is cut anew.
@@ -299,7 +299,7 @@ class PlanBuilder:
         start, end = min(run[0] for run in self._dirty), max(run[1] for run in self._dirty)
         if end - start <= _MAX_SENT_ENTRIES:
             # What lies between is there already, and is the same.
-            self.blocks[start:end].copy_(send(self._host_blocks[start:end], self._device), non_blocking=True)
+            load(self.blocks[start:end], self._host_blocks[start:end])
         else:
             index = np.unique(np.concatenate([np.arange(*run) for run in self._dirty]))
             sent = send(np.stack((index, self._host_blocks[index])), self._device)

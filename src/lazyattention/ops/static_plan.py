@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lazyattention.ops._layout import LayoutSpec, PlanArrays
-from lazyattention.ops.device_plan import IDLE_APART_TASK, Layout, PackedLayout, lay_out, pack, send
+from lazyattention.ops.device_plan import IDLE_APART_TASK, Layout, PackedLayout, lay_out, load, pack, send
 from lazyattention.ops.plan import AttentionPlan
 from lazyattention.ops.plan_builder import HostStep
 
@@ -95,6 +95,7 @@ class StaticPlan:
         block_size: int,
         blocks: torch.Tensor,
         has_store_turns: bool = False,
+        num_inputs: int = 0,
     ) -> None:
         """Reserve the memory.
 
@@ -104,13 +105,15 @@ class StaticPlan:
             block_size: Tokens per KV block.
             blocks: The builder's block tables; when it moves, this plan is stale.
             has_store_turns: Keys are turned before they are stored.
+            num_inputs: Size of `inputs`, int64, whatever else a step brings: it goes over in the same copy.
         """
         self.capacity = capacity
         self._version = -1
         self._blocks = blocks
         num_tokens, device = capacity.num_tokens, blocks.device
-        self._columns = torch.zeros((3, num_tokens), dtype=torch.int64, device=device)
-        self._columns[1] = -1
+        self._loaded = torch.zeros(3 * num_tokens + num_inputs, dtype=torch.int64, device=device)
+        columns, self.inputs = self._loaded[: 3 * num_tokens].view(3, -1), self._loaded[3 * num_tokens :]
+        columns[1] = -1
         nothing, no_flags = np.empty(0, np.int64), np.empty(0, bool)
         empty = PlanArrays(
             nothing, nothing, nothing, nothing, nothing, nothing, no_flags, nothing, no_flags, np.empty(0, np.int32)
@@ -130,9 +133,9 @@ class StaticPlan:
         self.plan = AttentionPlan(
             num_tokens=num_tokens,
             block_size=block_size,
-            positions=self._columns[0],
-            slot_mapping=self._columns[1],
-            store_turns=self._columns[2] if has_store_turns else None,
+            positions=columns[0],
+            slot_mapping=columns[1],
+            store_turns=columns[2] if has_store_turns else None,
             items=[],
             row_tokens=rows,
             row_deltas=rows,
@@ -145,12 +148,13 @@ class StaticPlan:
             _device_plans=device_plans,
         )
 
-    def load(self, step: HostStep, blocks: torch.Tensor) -> bool:
+    def load(self, step: HostStep, blocks: torch.Tensor, inputs: np.ndarray | None = None) -> bool:
         """Make `plan` the plan of this step.
 
         Args:
             step: From the builder.
             blocks: The builder's block tables now.
+            inputs: int64 `[num_inputs]`, or None to fill `inputs` with 0.
 
         Returns:
             False, and `plan` is left as it was, if the step does not fit or the block tables have moved: then run the
@@ -160,7 +164,8 @@ class StaticPlan:
         turns_fit = step.store_turns is None or self.plan.store_turns is not None
         if num_real > num_tokens or blocks is not self._blocks or not turns_fit:
             return False
-        columns = np.zeros((3, num_tokens), np.int64)
+        loaded = np.zeros(len(self._loaded), np.int64)
+        columns = loaded[: 3 * num_tokens].reshape(3, -1)
         columns[1] = -1
         columns[0, :num_real], columns[1, :num_real] = step.positions, step.slot_mapping
         if step.store_turns is not None:
@@ -173,9 +178,11 @@ class StaticPlan:
                     return False
                 flats.append(self._pack(layout, spec).flat)
             for flat, host in zip(self._flats.values(), flats, strict=True):
-                flat.copy_(send(host, self._blocks.device), non_blocking=True)
+                load(flat, host)
             self._version = step.version
-        self._columns.copy_(send(columns, self._blocks.device), non_blocking=True)
+        if inputs is not None:
+            loaded[3 * num_tokens :] = inputs
+        load(self._loaded, loaded)
         return True
 
     def capacity_for(self, step: HostStep) -> StaticCapacity:

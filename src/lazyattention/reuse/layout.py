@@ -2,7 +2,9 @@
 """A prompt as the engine sees it: token spans in order, each text or a piece of a document."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from lazyattention.utils.hashing import digest_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,14 @@ class Span:
     chunk_index: int = 0
     is_preamble: bool = False
     scope: str | None = None
+    _digest: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def digest(self) -> bytes:
+        """Hash of its tokens; made once, since a document's spans come with many prompts."""
+        if not self._digest:
+            self._digest.append(digest_fields(("tokens",), self.token_ids))
+        return self._digest[0]
 
     @property
     def is_document(self) -> bool:
@@ -66,4 +76,7 @@ class PromptLayout:
     @property
     def token_ids(self) -> list[int]:
         """All tokens in order."""
-        return [token_id for span in self.spans for token_id in span.token_ids]
+        token_ids: list[int] = []
+        for span in self.spans:
+            token_ids += span.token_ids
+        return token_ids
