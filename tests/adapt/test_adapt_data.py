@@ -108,12 +108,15 @@ def test_samples_of_ones_own_are_taken_as_they_are(tmp_path, data):
     assert (tmp_path / "mine" / "samples.jsonl").read_text() == samples
 
 
-def test_a_prompt_that_is_too_long_is_named_before_any_is_answered(tmp_path, monkeypatch):
+def test_too_long_and_too_few_prompts_are_named_before_any_is_answered(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("work before the error"))
     long = {"id": "novel", "question": "who?", "documents": ["the cape " * 2000]}
     data = write(tmp_path / "q.jsonl", *questions(), long)
     with pytest.raises(ConfigError, match="question 'novel' has .* max_model_len"):
         run_adapt(load_tiny(), request_of(tmp_path, data, num_questions=9))
+    few = write(tmp_path / "few.jsonl", *questions(3))
+    with pytest.raises(ConfigError, match="gives 3 prompts to learn from; at least 4"):
+        run_adapt(load_tiny(), request_of(tmp_path, few))
 
 
 def test_the_documents_of_a_folder_are_what_counts(tmp_path, monkeypatch):

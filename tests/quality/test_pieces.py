@@ -86,7 +86,7 @@ def test_examples_are_read_as_written(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1 is not JSON"),
+        ("{", "line 1 is not JSON: .* at character 2"),
         ([1], "write one object per line"),
         ({"documents": ["a"]}, "'question' must be"),
         ({"question": "q"}, "line 1 has no 'documents'"),

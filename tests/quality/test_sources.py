@@ -166,7 +166,7 @@ def test_an_adapted_model_is_asked_what_the_other_run_asked(tmp_path, notes, eng
     report = run_quality(other, request_of(tmp_path, notes, **again))
     assert asks == [2]  # the other model would have asked something else
     assert report["sets"]["notes-2"]["against"]["num_questions"] == 3
-    with pytest.raises(ConfigError, match="notes-1/questions.jsonl is not there"):
+    with pytest.raises(ConfigError, match=r"notes-1/questions.jsonl is not there \(.*out holds notes-2\)"):
         run_quality(other, request_of(tmp_path, notes, num_documents=(1,), **again))
     path = write(tmp_path / "notes-2.jsonl", {"id": "own-0", "question": "another?", "documents": ["a"]})
     with pytest.raises(ConfigError, match="over other questions"):

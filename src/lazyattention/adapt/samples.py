@@ -16,7 +16,6 @@ from lazyattention.errors import ConfigError
 from lazyattention.quality.examples import QualityExample, parse_example, read_lines
 from lazyattention.quality.measure import answer_token_ids, layout_of
 from lazyattention.quality.output import write_whole
-from lazyattention.quality.sources import refuse_too_long
 from lazyattention.reuse import PromptLayout
 
 
@@ -55,11 +54,10 @@ def answer_samples(
         on_done: Called as each example is answered.
 
     Raises:
-        ConfigError: `use_gold` and an example has none; a prompt is too long; or the file is not one of these.
+        ConfigError: `use_gold` and an example has none; or the file is not one of these.
     """
     if path.exists():
         return read_samples(engine, path, system=system)
-    refuse_too_long(engine, examples, system=system, max_tokens=max_tokens)
     layouts = [layout_of(engine, example, system) for example in examples]
     if use_gold:
         lacking = [example.id for example in examples if not example.answers]

@@ -17,6 +17,9 @@ from lazyattention.quality.questions import passages_of, write_questions
 from lazyattention.quality.sources import read_all
 from lazyattention.utils.hashing import digest_fields
 
+MIN_PROMPTS = 4
+"""So many prompts can be split into some to train on and some held out."""
+
 
 def check_data(request: AdaptRequest) -> None:
     """Refuse what can be seen to be wrong before a model is loaded.
@@ -99,6 +102,11 @@ def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExamp
                 seed=request.config.seed,
                 on_done=advance,
             )
+    if len(found) < MIN_PROMPTS:
+        raise ConfigError(
+            f"data {', '.join(request.data)} gives {len(found)} prompts to learn from; at least {MIN_PROMPTS} are needed; "
+            "give more"
+        )
     return found
 
 

@@ -23,6 +23,7 @@ from lazyattention.errors import ConfigError, UnsupportedError
 from lazyattention.models.loaded_model import LoadedModel
 from lazyattention.quality.output import hold_output, is_kept
 from lazyattention.quality.progress import progress_bar
+from lazyattention.quality.sources import refuse_too_long
 from lazyattention.reuse import Chunking
 from lazyattention.utils.environment import describe_environment
 from lazyattention.utils.packages import require_package
@@ -101,6 +102,7 @@ def prepare_samples(engine: Engine, request: AdaptRequest) -> list[Sample]:
     path = request.output / SAMPLES_NAME
     has_samples = is_kept(path, request.output / MADE_NAME, describe_samples(engine, request))
     examples = [] if has_samples else collect_examples(engine, request)
+    refuse_too_long(engine, examples, system=request.system, max_tokens=request.max_tokens)
     with progress_bar("answering", len(examples), is_enabled=request.progress) as advance:
         return answer_samples(
             engine,

@@ -165,13 +165,11 @@ def _print_report(report: dict[str, Any], request: "QualityRequest") -> None:
     )
     if request.against is not None:
         _out.print(f"Same answer and word overlap (F1) compare with what full attention answered in {request.against}.")
-    for name, loss in report["loss"].items():
-        _out.print(
-            f"loss of {name}: {loss['loss']:.3f} nats per answer token, at most {loss['loss_high']:.3f}; "
-            f"--max-loss compares with the latter"
-        )
     num_questions = report["all"]["num_questions"]
-    if num_questions < _FEW_QUESTIONS:
+    kept = "; --max-loss compares with the latter" if request.with_gate and num_questions > 1 else ""
+    for name, loss in report["loss"].items():
+        _out.print(f"loss of {name}: {loss['loss']:.3f} nats per answer token, at most {loss['loss_high']:.3f}{kept}")
+    if 1 < num_questions < _FEW_QUESTIONS:
         _out.print(f"{num_questions} questions are few: their intervals are rough. Ask more before you rely on them.")
     for path in sorted(request.output.glob("*/questions.jsonl")):
         _out.print(f"questions the model wrote (look at a few): {path}")

@@ -101,7 +101,9 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number} is not JSON: {error}; write one object per line") from error
+            # Its own text counts lines anew.
+            reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+            raise ConfigError(f"{path}, line {number} is not JSON: {reason}; write one object per line") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path}, line {number} is a {type(fields).__name__}; write one object per line")
         found.append((number, fields))

@@ -146,9 +146,10 @@ def _questions_of(other: Path, name: str) -> list[QualityExample]:
     """What another run's model asked: another model, such as an adapted one, would ask other questions."""
     path = other / name / QUESTIONS_NAME
     if not path.exists():
+        held = sorted(kept.parent.name for kept in other.glob(f"*/{QUESTIONS_NAME}"))
         raise ConfigError(
-            f"against: {path} is not there; name the output folder of a run over the same data, with the same number of "
-            "documents"
+            f"against: {path} is not there ({other} holds {', '.join(held) or 'no questions of a model'}); give the data and "
+            "the number of documents of that run"
         )
     return read_examples(path)
 
@@ -185,8 +186,8 @@ def refuse_too_long(engine: Engine, examples: Sequence[QualityExample], *, syste
         num_answer = max(max_tokens, num_gold)
         if layout.num_tokens + num_answer > engine.max_model_len:
             raise ConfigError(
-                f"question {example.id!r} has {layout.num_tokens} tokens with its {len(example.documents)} documents, and "
-                f"its answer up to {num_answer}, but max_model_len is {engine.max_model_len}; give fewer documents "
+                f"question {example.id!r} has {layout.num_tokens} tokens with its documents ({len(example.documents)}), "
+                f"and its answer up to {num_answer}, but max_model_len is {engine.max_model_len}; give fewer documents "
                 "(num_documents) or shorter ones, or leave the question out"
             )
 

@@ -115,7 +115,7 @@ def _run_calibration(engine: Engine, request: QualityRequest) -> dict[str, Any]:
 
 def _remember(engine: Engine, records: Sequence[Record], request: QualityRequest) -> None:
     if len(records) < 2:
-        logger.warning("one question says nothing about the next: its loss is not kept for max_loss; ask more")
+        logger.warning("one question says nothing about the next: the loss is not kept for max_loss; ask more")
         return
     for name in request.config.options:
         option = reuse_option(name)
