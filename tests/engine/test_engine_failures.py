@@ -63,6 +63,27 @@ def test_a_forward_pass_that_raises_fails_the_requests_in_it_and_no_others():
     engine.check_idle()
 
 
+def test_sampling_that_raises_fails_the_requests_in_the_step_and_no_others():
+    """By then the pass itself counts as done: its documents are stored, and served to the next request."""
+    want = answer(make_engine(), prompt("p11 d9 t7")).outputs[0].token_ids
+    engine = make_engine()
+    sample = engine.sampler.sample
+
+    def raise_once(logits, rows):
+        engine.sampler.sample = sample
+        raise RuntimeError("no more randomness")
+
+    engine.sampler.sample = raise_once
+    engine.add_request("a", prompt("p11 d9 t7"), GREEDY)
+    assert "no more randomness" in str(drain(engine)["a"].error)
+    engine.check_idle()
+    engine.add_request("b", prompt("p11 d9 t7"), GREEDY)
+    output = drain(engine)["b"]
+    assert output.outputs[0].token_ids == want
+    assert output.documents[0].status == "hit"
+    engine.check_idle()
+
+
 def test_a_failed_pass_over_a_shared_chunk_fails_whoever_waits_for_it():
     """One request encodes the chunk in slices, another waits for it without any work of its own in the step."""
     engine = make_engine(max_num_batched_tokens=8)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyattention.ops import AttentionMetadata, attention, run
+from lazyattention.ops import AttentionMetadata, attention, plan_builder, run
 from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.attention import layout_spec
 from lazyattention.ops.layer_kv import LayerKV
@@ -157,6 +157,33 @@ def test_static_plan_refuses_what_does_not_fit():
     assert static.load(step, decoding.builder.blocks)
     assert static.capacity_for(step) == StaticCapacity(**enough)
     assert not static.load(step, decoding.builder.blocks.clone())
+
+
+def test_inputs_go_along_with_a_step_and_nothing_is_left_of_the_last_ones():
+    decoding = Decoding(1, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5,), table_entries=4096)
+    layer = Layer()
+    decoding.add(1, 5)
+    capacity = StaticCapacity(num_tokens=2, max_rows=6, max_few_tasks=20, max_many_tasks=0, max_parts=20)
+    blocks = decoding.builder.blocks
+    static = StaticPlan(capacity, [layer.spec()], block_size=BLOCK_SIZE, blocks=blocks, num_inputs=3)
+    for inputs, want in ((np.array([7, 8, 9]), [7, 8, 9]), (None, [0, 0, 0])):
+        step, scratch = decoding.step()
+        assert static.load(step, blocks, inputs)
+        assert static.inputs.tolist() == want
+        torch.testing.assert_close(layer.run(static.plan, 0)[:1], layer.run(scratch, 1), rtol=1e-6, atol=1e-6)
+
+
+def test_tables_are_sent_whole_whether_close_together_or_far_apart(monkeypatch):
+    for most in (1 << 14, 0):
+        monkeypatch.setattr(plan_builder, "_MAX_SENT_ENTRIES", most)
+        builder = PlanBuilder(block_size=BLOCK_SIZE, device="cpu", table_entries=64)
+        ids = [builder.add_range(range(i, i + 3), 9, 0, max_tokens=40) for i in range(4)]
+        builder._send_tables()
+        builder.grow_range(ids[0], 14, [90])
+        builder.grow_range(ids[3], 14, [91])
+        builder._send_tables()
+        assert builder.blocks.tolist() == builder._host_blocks.tolist()
+        assert [int(builder.blocks[builder._ranges.tables[i] + 3]) for i in (ids[0], ids[3])] == [90, 91]
 
 
 def prefill_capacity(**changes):

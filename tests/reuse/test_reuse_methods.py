@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each reuse method decides, from the prompt alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from fixtures.tiny_engine import CHUNK_METHODS, FULL_METHODS, prompt
@@ -142,3 +144,11 @@ def test_positions_of_encoding_count_too():
         layout, Chunking(ChunkOptions(encoding="isolated", sink="x"), sink=(1,) * 4)
     )
     assert plan.num_positions == 13
+
+
+def test_a_spans_digest_is_that_of_its_tokens():
+    span = Span((1, 2, 3), document_id="d")
+    assert span.digest == Span((1, 2, 3), document_id="other").digest
+    assert replace(span, token_ids=(1, 2)).digest == Span((1, 2)).digest != span.digest
+    assert span.digest is span.digest
+    assert span == Span((1, 2, 3), document_id="d"), "what was hashed already is equal to what was not"
