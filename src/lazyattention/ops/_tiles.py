@@ -58,7 +58,7 @@ class MergeShape:
 
 MERGE_SHAPE = MergeShape()
 # Of the stream on which shared_decode reads ranges with many rows, as CUDA counts: 0 as usual, -1 before others.
-SIDE_PRIORITY = 0
+SIDE_PRIORITY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class UnmaskedShape:
 
     k_stages: int = 2
     v_stages: int = 2
-    overlaps: bool = False
+    overlaps: bool = True
     attend_registers: int = 192
     turn_registers: int = 104
 
@@ -115,8 +115,8 @@ _TILES = {
         prefill_unturned=TileShape(128, 64, 8, 2),
     ),
     128: Tiles(
-        decode_few=TileShape(16, 64, 4, 2),
-        decode_many=TileShape(64, 64, 4, 2, 1),
+        decode_few=TileShape(16, 32, 2, 2, max_registers=112),
+        decode_many=TileShape(64, 64, 4, 2, 2, max_registers=168),
         decode_unturned=TileShape(16, 32, 4, 2),
         prefill=TileShape(128, 128, 8, 2),
         prefill_unturned=TileShape(128, 32, 8, 2),
