@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's way before a step is measured on what a GPU would be given, with every piece in its total."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import host_path
+
+
+def test_every_piece_is_timed_and_lies_within_the_whole():
+    ms = host_path.measure(runs=3, num_documents=2, document_len=40)
+    assert {label for label, _, _ in host_path.PIECES} < set(ms)
+    assert all(value > 0 for value in ms.values())
+    parts = ("add_request", "schedule", "build batch", "plan and inputs of the graph")
+    assert sum(ms[part] for part in parts) < 2 * ms["until launch"] < 2 * ms["until the step's end"]
+    assert ms["  of it: layout"] < ms["plan and inputs of the graph"]
