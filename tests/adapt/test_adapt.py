@@ -80,11 +80,14 @@ def test_the_student_comes_nearer_to_the_teacher(adapted):
     assert 0 <= report["attention_check_kl"] < 1e-5
 
 
-def test_the_adapter_serves_and_is_nearer_in_the_engine_itself(adapted):
+def test_the_adapter_serves_and_is_nearer_in_the_engine_itself(adapted, caplog):
     folder, output, log = adapted
     plain = load_model(str(folder), progress=False)
     with_adapter = load_model(str(folder), adapter=str(output), progress=False)
     assert plain.weights_id != with_adapter.weights_id
+    make_engine(with_adapter, encoding="isolated")
+    assert "made for encoding=after_preamble" in caplog.text
+    caplog.clear()
     stock, tuned = make_engine(plain, num_blocks=600), make_engine(with_adapter, num_blocks=600)
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     (output / "again.jsonl").write_text("".join(json.dumps(s["example"]) + "\n" for s in samples))
@@ -102,6 +105,7 @@ def test_the_adapter_serves_and_is_nearer_in_the_engine_itself(adapted):
         return float(sum(parts) / len(parts))
 
     assert distance(tuned) < 0.8 * distance(stock)
+    assert "made for" not in caplog.text
 
 
 def workflow_layout(engine, example):

@@ -6,6 +6,9 @@ import torch
 
 from fixtures.tiny_models import save_tiny, tiny_model
 from lazyattention import envs
+from lazyattention.config import EngineConfig
+from lazyattention.engine.engine import Engine
+from lazyattention.engine.measured import prompt_options
 from lazyattention.errors import ConfigError
 from lazyattention.models.loader import load_model
 
@@ -84,7 +87,9 @@ def test_an_adapter_made_for_other_weights_is_said(folder, tmp_path, caplog):
     make_adapter(tmp_path / "adapter", seed=1)
     load(folder, adapter=str(tmp_path / "adapter"))
     report = tmp_path / "adapter" / "adapt.json"
-    report.write_text(json.dumps({"model": "model", "base_weights_id": load(folder).weights_id}))
+    base = load(folder)
+    assert base.adapter_notes is None
+    report.write_text(json.dumps({"model": "model", "base_weights_id": base.weights_id, "served_with": {"a": 1}}))
     load(folder, adapter=str(tmp_path / "adapter"))
     assert "other weights" not in caplog.text
     other = save_tiny(tmp_path / "other", tiny_model(seed=3))
@@ -99,3 +104,16 @@ def test_a_folder_without_an_adapter_is_named(folder, tmp_path):
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match="adapter' has no weights: .*adapter_model.safetensors"):
         load(folder, adapter=str(tmp_path / "adapter"))
+
+
+def test_an_adapter_served_with_other_options_is_said(folder, tmp_path, caplog):
+    make_adapter(tmp_path / "adapter", seed=1)
+    plain = EngineConfig.of(num_blocks=20, block_size=8)
+    notes = {"model": "model", "base_weights_id": load(folder).weights_id, "served_with": prompt_options(plain)}
+    (tmp_path / "adapter" / "adapt.json").write_text(json.dumps(notes))
+    loaded = load(folder, adapter=str(tmp_path / "adapter"))
+    Engine(loaded, EngineConfig.of(plain, chunk_temperature=0.9, num_blocks=30))
+    assert caplog.text == ""
+    Engine(loaded, EngineConfig.of(plain, encoding="isolated", max_chunk_len=64))
+    assert "made for encoding=after_preamble, max_chunk_len=" in caplog.text
+    assert "the engine has encoding=isolated, max_chunk_len=64: serve it with the same" in caplog.text

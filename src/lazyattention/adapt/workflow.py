@@ -18,6 +18,7 @@ from lazyattention.adapt.sources import check_data, collect_examples, describe_s
 from lazyattention.adapt.trainer import STUDENT_METHOD, Trainer, TrainingLog, write_log
 from lazyattention.config import EngineConfig
 from lazyattention.engine.engine import Engine
+from lazyattention.engine.measured import prompt_options
 from lazyattention.engine.scoring import score
 from lazyattention.errors import ConfigError, UnsupportedError
 from lazyattention.models.loaded_model import LoadedModel
@@ -82,6 +83,7 @@ def _run_adapt(
         config=asdict(request.config),
         model=loaded.name,
         base_weights_id=loaded.weights_id,
+        served_with=prompt_options(config),
         data=list(request.data),
         num_samples=len(samples),
         sampling_s=sampling_s,

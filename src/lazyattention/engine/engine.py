@@ -18,6 +18,7 @@ from lazyattention.engine.checksums import ChecksumGuard
 from lazyattention.engine.detokenizer import Detokenizer
 from lazyattention.engine.documents import DocumentManager
 from lazyattention.engine.gate import Gate
+from lazyattention.engine.measured import prompt_options
 from lazyattention.engine.model_runner import ModelRunner
 from lazyattention.engine.outputs import CompletionOutput, RequestOutput, Timings
 from lazyattention.engine.prompt import PromptBuilder
@@ -61,6 +62,8 @@ class Engine:
         self.config = replace(config, chunk=resolve(loaded.weights_id, config, config.chunk))
         self._resolved: dict[ChunkOptions, ChunkOptions] = {}
         self.loaded = loaded
+        if loaded.adapter_notes is not None:
+            loaded.adapter_notes.warn_of_other_options(prompt_options(self.config))
         self.configured_method = REUSE_METHODS[self.config.reuse_method]
         self.default_recompute = default_recompute(self.config, loaded)
         self.gate = Gate(loaded.weights_id, self.config)

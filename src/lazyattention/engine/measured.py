@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,13 @@ from lazyattention.reuse.recompute import Recompute
 from lazyattention.utils.hashing import digest_fields
 
 _Kind = TypeVar("_Kind")
+
+
+def prompt_options(config: EngineConfig) -> dict[str, Any]:
+    """All that shapes what a model is shown, and how; scaled scores left out, which can be changed afterwards."""
+    chunk = replace(config.chunk, calibrated=False, chunk_temperature=1.0, chunk_bias=0.0)
+    own = {name: getattr(config, name) for name in ("documents_place", "chat_template")}
+    return {**asdict(chunk), **own, "max_chunk_len": config.cache.max_chunk_len}
 
 
 def path_of(kind: str, weights_id: str, config: EngineConfig, chunk: ChunkOptions) -> Path:

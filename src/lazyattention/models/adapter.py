@@ -2,6 +2,8 @@
 """Applies a PEFT adapter to a loaded model."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +24,55 @@ _WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 _REPORT_NAME = "adapt.json"
 
 
-def warn_of_other_base(folder: Path, weights_id: str, name: str) -> None:
-    """Say in the log when `lazyattention adapt` made the adapter for other weights than those it was applied to.
+@dataclass(frozen=True, slots=True)
+class AdapterNotes:
+    """What `lazyattention adapt` wrote down beside an adapter it made.
 
-    No error: the same model in another precision or file format is another set of weights, too.
-
-    Args:
+    Attributes:
         folder: The adapter's.
-        weights_id: Of the base model.
-        name: Of the base model.
+        model: Name of the model it was made for.
+        base_weights_id: Fingerprint of that model's weights.
+        options: The engine's options it was made for, by name.
     """
+
+    folder: Path
+    model: str
+    base_weights_id: str
+    options: Mapping[str, Any]
+
+    def warn_of_other_weights(self, weights_id: str, name: str) -> None:
+        """Say in the log when the adapter was applied to other weights than those it was made for.
+
+        No error: the same model in another precision or file format is another set of weights, too.
+        """
+        if weights_id != self.base_weights_id:
+            logger.warning(
+                "adapter %s was made for other weights (of %s) than those of %s: what it was measured to do need not hold; "
+                "measure again with `lazyattention quality`, or load the model that it was made for",
+                self.folder,
+                self.model,
+                name,
+            )
+
+    def warn_of_other_options(self, options: Mapping[str, Any]) -> None:
+        """Say in the log when the adapter serves with other options than those it was made for."""
+        differing = sorted(name for name, value in self.options.items() if options.get(name) != value)
+        if differing:
+            logger.warning(
+                "adapter %s was made for %s, but the engine has %s: serve it with the same, or measure what it does with these",
+                self.folder,
+                ", ".join(f"{name}={self.options[name]}" for name in differing),
+                ", ".join(f"{name}={options.get(name)}" for name in differing),
+            )
+
+
+def read_notes(folder: Path) -> AdapterNotes | None:
+    """Return what is known of an adapter; None for one from elsewhere."""
     try:
         report = json.loads((folder / _REPORT_NAME).read_text(encoding="utf-8"))
-        made_for, its_id = report["model"], report["base_weights_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # an adapter from elsewhere
-    if its_id != weights_id:
-        logger.warning(
-            "adapter %s was made for other weights (of %s) than those of %s: what it was measured to do need not hold; "
-            "measure again with `lazyattention quality`, or load the model that it was made for",
-            folder,
-            made_for,
-            name,
-        )
+        return AdapterNotes(folder, report["model"], report["base_weights_id"], report["served_with"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lazyattention.errors import ConfigError
+from lazyattention.models.adapter import AdapterNotes
 from lazyattention.models.attention import ATTENTION_NAME
 from lazyattention.models.probe import ProbeResult, check_model
 from lazyattention.models.rope import layer_rotaries
@@ -31,6 +32,7 @@ class LoadedModel:
         max_model_len: Positions the model knows, tokens.
         eos_token_ids: Any of these ends an answer.
         probe: What the load-time probe measured.
+        adapter_notes: What is known of the adapter, if `lazyattention adapt` made one.
     """
 
     name: str
@@ -44,6 +46,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
     probe: ProbeResult
+    adapter_notes: AdapterNotes | None = None
 
     @property
     def num_layers(self) -> int:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from lazyattention.errors import ConfigError
-from lazyattention.models.adapter import apply_adapter, warn_of_other_base
+from lazyattention.models.adapter import apply_adapter, read_notes
 from lazyattention.models.attention import ATTENTION_NAME
 from lazyattention.models.loaded_model import LoadedModel, wrap_model
 from lazyattention.models.reading import READ_ERRORS, refuse_incomplete, short
@@ -67,9 +68,12 @@ def load_model(
     # Of the configuration as read: the one in memory also says how it was loaded.
     digest = folder_digest(source.folder)
     weights_id = weights_id_of(digest, config, adapter_digest)
-    if adapter is not None:
-        warn_of_other_base(Path(adapter).expanduser(), weights_id_of(digest, config), source.name)
-    return wrap_model(model, tokenizer, name=source.name, weights_id=weights_id)
+    loaded = wrap_model(model, tokenizer, name=source.name, weights_id=weights_id)
+    notes = None if adapter is None else read_notes(Path(adapter).expanduser())
+    if notes is None:
+        return loaded
+    notes.warn_of_other_weights(weights_id_of(digest, config), source.name)
+    return replace(loaded, adapter_notes=notes)
 
 
 def _resolve_device(device: str | torch.device) -> torch.device:
