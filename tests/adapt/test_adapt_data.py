@@ -75,6 +75,8 @@ def test_the_command_names_them_before_it_loads_a_model(tmp_path, data):
         return " ".join(result.output.split())
 
     assert "given twice" in run("--data", data, "--data", data, "--output", tmp_path / "out")
+    ignored = run("--data", data, "--output", tmp_path / "out", "--max-loss", "1", "--no-compile")
+    assert "--max-loss, --compile has no effect here" in ignored
     (tmp_path / "file").write_text("")
     assert "cannot be written" in run("--data", data, "--output", tmp_path / "file" / "out")
     with hold_output(tmp_path / "held"):

@@ -349,13 +349,20 @@ def test_the_model_asks_about_each_passage_and_hides_it(monkeypatch):
 def test_the_command_measures_and_the_gate_remembers(tmp_path):
     folder = save_tiny(tmp_path / "model", tiny_model(num_hidden_layers=2, max_position_embeddings=2048))
     arguments = ["quality", "--model", str(folder), "--data", "needle", "--num-documents", "2", "--num-documents", "3"]
-    arguments += ["--num-questions", "2", "--max-tokens", "3", "--num-blocks", "400", "--no-plot"]
+    arguments += ["--num-questions", "2", "--max-tokens", "3", "--num-blocks", "400", "--no-compile", "--no-plot"]
     arguments += ["--output", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "needle-2" in result.output
     assert "needle-3" in result.output
     assert "loss of isolated" in result.output
+    assert f"next, if that is too much: lazyattention adapt --model {folder} --data needle --output adapter --n" in (
+        result.output
+    )
+    assert (
+        f"next, to serve: lazyattention serve --model {folder} --num-blocks 400 --no-compile --max-loss"
+        in result.output
+    )
     again = CliRunner().invoke(app, [*arguments, "--against", str(tmp_path / "out"), "--json"])
     assert again.exit_code == 0, again.output
     report = json.loads(again.stdout)
@@ -363,3 +370,6 @@ def test_the_command_measures_and_the_gate_remembers(tmp_path):
     assert against["difference"]["mean"] == 0
     wrong = CliRunner().invoke(app, [*arguments, "--option", "isolatd"])
     assert wrong.exit_code == 2
+    ignored = CliRunner().invoke(app, [*arguments, "--max-loss", "0.1", "--reuse-method", "prefix"])
+    assert ignored.exit_code == 2
+    assert "--max-loss, --reuse-method has no effect here" in " ".join(ignored.output.split())

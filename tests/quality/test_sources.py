@@ -13,6 +13,7 @@ from lazyattention.documents.document import Document
 from lazyattention.engine.gate import find_loss
 from lazyattention.errors import ConfigError
 from lazyattention.quality import sources
+from lazyattention.quality.cli import flags_of
 from lazyattention.quality.examples import QualityExample
 from lazyattention.quality.measure import MeasureConfig
 from lazyattention.quality.output import hold_output, is_kept, write_whole
@@ -252,3 +253,14 @@ def test_what_another_run_made_is_told_apart(tmp_path):
         is_kept(path, description, run)
     description.unlink()
     assert is_kept(path, description, {})
+
+
+def test_the_next_commands_carry_the_options_that_were_measured():
+    assert flags_of({"max_chunk_len": 64, "calibrated": True, "compile": False, "sink": "a b"}) == [
+        "--max-chunk-len",
+        "64",
+        "--calibrated",
+        "--no-compile",
+        "--sink",
+        "a b",
+    ]

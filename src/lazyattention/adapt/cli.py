@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lazyattention import envs
 from lazyattention.errors import ConfigError
-from lazyattention.quality.cli import flags_of
+from lazyattention.quality.cli import flags_of, refuse_without_effect
 
 _out, _err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True, markup=False)
 
@@ -83,6 +83,8 @@ def adapt_command(
     from lazyattention.quality.output import hold_output
 
     OBJECTIVES[objective]
+    ignored = ("max_loss", "reuse_method", "compile", "cuda_graphs")
+    refuse_without_effect(engine_options or {}, ignored, "training has ways of its own")
     engine_config = EngineConfig.of(None, **(engine_options or {}))
     config = AdaptConfig(
         objective=objective,

@@ -6,7 +6,7 @@ Heavy imports stand inside the command, so that `--help` answers at once.
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,17 @@ from lazyattention.utils.packages import require_package
 if TYPE_CHECKING:
     from lazyattention.quality.request import QualityRequest
 
+# Engine options that `lazyattention adapt` refuses.
+_NOT_FOR_TRAINING = (
+    "max_loss",
+    "reuse_method",
+    "compile",
+    "cuda_graphs",
+    "recompute",
+    "chunk_temperature",
+    "chunk_bias",
+    "calibrated",
+)
 # Bootstrap intervals of fewer are too narrow.
 _FEW_QUESTIONS = 30
 _out, _err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
@@ -99,8 +110,8 @@ def quality_command(
         group_size=group_size,
         num_timed=num_timed,
     )
-    # Measuring compares both sides whatever the gate says.
-    engine_config = EngineConfig.of(None, **{**(engine_options or {}), "max_loss": None})
+    refuse_without_effect(engine_options or {}, ("max_loss", "reuse_method"), "measuring compares both sides anyway")
+    engine_config = EngineConfig.of(None, **(engine_options or {}))
     request = QualityRequest(
         data=tuple(data),
         output=output,
@@ -135,7 +146,7 @@ def quality_command(
         _out.print_json(json.dumps(report))
     else:
         _print_report(report, request)
-        _print_next(request, ["--model", model] if model else [], adapter, flags_of(engine_options or {}))
+        _print_next(request, ["--model", model] if model else [], adapter, engine_options or {})
 
 
 def _print_calibrations(found: dict[str, Any]) -> None:
@@ -176,24 +187,36 @@ def _print_report(report: dict[str, Any], request: "QualityRequest") -> None:
     _out.print(f"report: {request.output / 'report.json'}")
 
 
-def _print_next(request: "QualityRequest", model: list[str], adapter: str | None, flags: list[str]) -> None:
+def _print_next(
+    request: "QualityRequest", model: list[str], adapter: str | None, engine_options: Mapping[str, Any]
+) -> None:
     """What a user does now, as commands to copy."""
     if adapter is None:
+        flags = flags_of({name: value for name, value in engine_options.items() if name not in _NOT_FOR_TRAINING})
         data = [word for source in request.data for word in ("--data", source)]
         train = shlex.join(["lazyattention", "adapt", *model, *data, "--output", "adapter", *flags])
         _out.print(f"next, if that is too much: {train}")
     adapted = ["--adapter", adapter] if adapter else []
-    serve = shlex.join(["lazyattention", "serve", *model, *adapted, *flags])
+    serve = shlex.join(["lazyattention", "serve", *model, *adapted, *flags_of(engine_options)])
     _out.print(f"next, to serve: {serve} --max-loss X (full attention where the loss is larger than X)")
 
 
+def refuse_without_effect(engine_options: Mapping[str, Any], names: Sequence[str], why: str) -> None:
+    """Raise ConfigError for engine options that a command would ignore."""
+    given = [name for name in names if name in engine_options]
+    if given:
+        raise ConfigError(
+            f"{', '.join(flags_of(dict.fromkeys(given, True)))} has no effect here, since {why}; leave it out"
+        )
+
+
 def flags_of(engine_options: Mapping[str, Any]) -> list[str]:
-    """Return engine options as they stand on a command line; the limit of the loss is left out."""
+    """Return engine options as they stand on a command line."""
     flags: list[str] = []
     for name, value in engine_options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif name != "max_loss":
+        else:
             flags += [f"--{flag}", str(value)]
     return flags
