@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement: its numbers are the engine's, it can be interrupted, and its report says what the records say."""
 
+import contextlib
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -190,6 +191,43 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
         timeless = [{**record.metrics["isolated"], "ttft_s": 0.0} for record in (one, other)]
         assert timeless[0] == pytest.approx(timeless[1], abs=1e-5)
     assert len(read_records(tmp_path / "cut")) == 5
+
+
+def test_records_are_read_up_to_where_a_killed_run_was_writing(tmp_path):
+    texts = ["one\u2028two", "na\u00efve"]
+    records = [Record(str(n), 2, None, 9, {"full": text}, {"full": {"nll": 0.5}}) for n, text in enumerate(texts)]
+    lines = [json.dumps(asdict(record), ensure_ascii=False).encode() for record in records]
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert read_records(tmp_path) == records
+    inside_a_character = lines[1].index("\u00ef".encode()) + 1
+    path.write_bytes(lines[0] + b"\n" + lines[1][:inside_a_character])
+    assert read_records(tmp_path) == records[:1]
+    path.write_bytes(lines[1][:inside_a_character] + b"\n" + lines[0] + b"\n")
+    with pytest.raises(ConfigError, match="line 1 is no record"):
+        read_records(tmp_path)
+    path.write_bytes(b"")
+    assert read_records(tmp_path) == []
+
+
+def test_a_run_killed_at_any_write_can_be_started_again(tmp_path, monkeypatch):
+    want = [record.answers for record in measure(engine_of(), EXAMPLES[:2], CONFIG, tmp_path / "whole")]
+    write_whole = measure_module.write_whole
+    for num_writes in range(3):
+        folder = tmp_path / f"killed-{num_writes}"
+        left = iter(range(num_writes))
+
+        def killed(path, lines, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            write_whole(path, lines)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(measure_module, "write_whole", killed)
+            for _ in range(2):
+                with contextlib.suppress(KeyboardInterrupt):
+                    measure(engine_of(), EXAMPLES[:2], CONFIG, folder)
+        assert [record.answers for record in measure(engine_of(), EXAMPLES[:2], CONFIG, folder)] == want
 
 
 def test_another_run_does_not_mix_into_a_folder(tmp_path):

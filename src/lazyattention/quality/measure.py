@@ -19,11 +19,11 @@ from lazyattention.engine.engine import Engine
 from lazyattention.engine.sampling_params import SamplingParams
 from lazyattention.engine.scoring import ScoredAnswer, run_requests, score
 from lazyattention.errors import ConfigError
-from lazyattention.quality.examples import QualityExample
+from lazyattention.quality.examples import QualityExample, digest_examples
 from lazyattention.quality.metrics import containment, exact_match, f1
 from lazyattention.quality.options import FULL_ATTENTION, REUSE_METHOD, reuse_option
+from lazyattention.quality.output import refuse_other_run, write_whole
 from lazyattention.reuse import PromptLayout
-from lazyattention.utils.hashing import digest_fields
 from lazyattention.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -162,7 +162,8 @@ def read_records(folder: Path) -> list[Record]:
     """
     path = folder / RECORDS_NAME
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Bytes, for a killed run may have stopped inside a character; not splitlines(), for texts may hold such ends.
+        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     except OSError as error:
         raise ConfigError(f"{folder} holds no {RECORDS_NAME}: {error}; name the output folder of a run") from error
     records = []
@@ -301,24 +302,14 @@ def _open_run(
     """Return the records a folder already holds, having checked that they belong to this very run."""
     run = _describe_run(engine, examples, config)
     path = folder / RUN_NAME
-    folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        path.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-        (folder / RECORDS_NAME).write_text("", encoding="utf-8")
+        write_whole(folder / RECORDS_NAME, [])
+        write_whole(path, [json.dumps(run, indent=2) + "\n"])
         return {}
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}; choose another output folder") from error
-    differing = sorted(name for name in {*run, *known} if run.get(name) != known.get(name))
-    if differing:
-        raise ConfigError(
-            f"{folder} holds another run (it differs in {', '.join(differing)}); choose another output folder, or delete it"
-        )
+    refuse_other_run(path, run)
     records = read_records(folder)
     # An interruption may have cut the last line short; what follows must not be glued to it.
-    lines = [json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records]
-    (folder / RECORDS_NAME).write_text("".join(lines), encoding="utf-8")
+    write_whole(folder / RECORDS_NAME, [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in records])
     if records:
         logger.info("%d of %d questions are measured already", len(records), len(examples))
     return {record.id: record for record in records}
@@ -336,12 +327,11 @@ def _ways_of(engine: Engine, config: MeasureConfig) -> list[_Way]:
 
 def _describe_run(engine: Engine, examples: Sequence[QualityExample], config: MeasureConfig) -> dict[str, Any]:
     """Everything that records depend on."""
-    content = [json.dumps(example.to_dict(), sort_keys=True) for example in examples]
     return {
         "weights_id": engine.loaded.weights_id,
         "model": engine.loaded.name,
         "dtype": str(engine.loaded.dtype),
-        "examples": digest_fields(content).hex(),
+        "examples": digest_examples(examples),
         "options": {way.name: asdict(way) for way in _ways_of(engine, config)},
         "system": config.system,
         "max_tokens": config.max_tokens,
