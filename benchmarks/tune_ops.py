@@ -18,8 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,17 +31,8 @@ from bench_ops import DEVICE, Problem
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lazyattention.ops import LayerRotary, _decode_layout
-from lazyattention.ops._layout import NO_END
-from lazyattention.ops._tiles import (
-    MERGE_SHAPE,
-    SIDE_PRIORITY,
-    UNMASKED_SHAPE,
-    MergeShape,
-    TileShape,
-    UnmaskedShape,
-    tiles_for,
-)
+from lazyattention.ops import LayerRotary
+from lazyattention.ops._tiles import MERGE_WARPS, SIDE_PRIORITY, TileShape, tiles_for
 from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.device_plan import DevicePlan, build_device_plan
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
@@ -61,20 +51,17 @@ class DecodeSetting:
 
     few: TileShape
     many: TileShape
-    merge: MergeShape = MERGE_SHAPE
+    merge_warps: int = MERGE_WARPS
     priority: int = SIDE_PRIORITY
-    is_mixed: bool = False  # short tasks between long ones instead of after them
-    part_keys: int = _decode_layout._MAX_PART_KEYS
 
     def name(self) -> str:
-        few, many, merge = (shape_name(shape) for shape in (self.few, self.many, self.merge))
-        mixed = ", mixed" if self.is_mixed else ""
-        return f"few {few}, many {many}, merge {merge}, priority {self.priority}{mixed}, parts {self.part_keys}"
+        few, many = shape_name(self.few), shape_name(self.many)
+        return f"few {few}, many {many}, merge warps {self.merge_warps}, priority {self.priority}"
 
 
-def shape_name(shape: object) -> str:
+def shape_name(shape: TileShape | int) -> str:
     """Return the fields of a shape, short."""
-    return "(" + ",".join(str(int(value)) for value in dataclasses.astuple(shape)) + ")"  # type: ignore[call-overload]
+    return "(" + ",".join(map(str, dataclasses.astuple(shape))) + ")" if isinstance(shape, TileShape) else str(shape)
 
 
 TILES = (
@@ -82,51 +69,26 @@ TILES = (
     if torch.cuda.is_available()
     else tiles_for(DEVICE, 128, torch.bfloat16)
 )
+# Programs that fit a multiprocessor are limited by registers (65,536), then by shared memory (227 KB).
 FEW = [
     TILES.decode_few,
-    TileShape(16, 64, 4, 2, max_registers=96),  # 5 programs a multiprocessor instead of 4
-    TileShape(16, 64, 2, 2),
-    TileShape(16, 64, 2, 2, max_registers=200),  # 5
-    TileShape(16, 64, 2, 2, max_registers=168),  # 5, and 3 beside one over many rows
+    TileShape(16, 64, 4, 2),  # 4 programs
     TileShape(16, 32, 2, 2),  # 6
     TileShape(16, 32, 2, 2, max_registers=112),  # 9
-    TileShape(32, 64, 4, 2),  # up to 8 tokens read a chunk once without the many-row kernel
 ]
 MANY = [
     TILES.decode_many,
-    TileShape(64, 64, 4, 2, 1, max_registers=168),  # leaves registers for one more program over few rows
-    TileShape(64, 64, 4, 2, 2, max_registers=168),
-    TileShape(64, 64, 4, 3, 1, max_registers=168),
+    TileShape(64, 64, 4, 2, 1),
+    TileShape(64, 64, 4, 2, 2, max_registers=168),  # 2, and 2 beside them over few rows
     TileShape(64, 128, 4, 2, 1),
-    TileShape(128, 64, 8, 2, 1, max_registers=168),  # half the reads of the hottest chunks
-    TileShape(128, 64, 8, 3, 1, max_registers=168),
-    TileShape(128, 32, 8, 3, 1, max_registers=168),
-    TileShape(128, 128, 8, 2, 1),
+    TileShape(64, 32, 4, 2, 2, max_registers=168),  # 2, and 3 beside them
+    TileShape(64, 32, 4, 2, 2, max_registers=144),  # 2, and 4
+    TileShape(64, 32, 4, 2, 2, max_registers=128),  # 2, and 4, with more registers in memory
+    TileShape(64, 32, 4, 2, 3, max_registers=144),  # 3, and 1
+    TileShape(64, 32, 4, 2, 3, max_registers=128),  # 3, and 2
 ]
-MERGE = [
-    MERGE_SHAPE,
-    MergeShape(16, 2, 2),
-    MergeShape(16, 4, 4),
-    MergeShape(16, 8, 8),
-    MergeShape(4, 4, 4),
-    MergeShape(16, 1, 2, starts_early=True),
-    MergeShape(16, 4, 4, starts_early=True),
-]
-PREFETCH_KEYS = 128
-UNMASKED = [
-    UNMASKED_SHAPE,
-    UnmaskedShape(3, 2),
-    UnmaskedShape(2, 2, overlaps=True),
-    UnmaskedShape(3, 2, overlaps=True),
-    UnmaskedShape(2, 2, overlaps=True, attend_registers=200, turn_registers=88),
-    UnmaskedShape(3, 2, overlaps=True, attend_registers=200, turn_registers=88),
-]
-
-
-def prefetching(shape: TileShape) -> TileShape:
-    """Return the shape with keys asked for ahead; the compiler takes registers for it that cost a program."""
-    registers = shape.max_registers or (128 if shape.tile_m == 16 and shape.num_warps == 4 else 0)
-    return replace(shape, prefetch_keys=PREFETCH_KEYS, max_registers=registers)
+MERGE_WARPS_TRIED = [MERGE_WARPS, 1, 2]
+PREFILL = {"loads queries": False, "keeps queries": True}
 
 
 # One layer's launches.
@@ -140,41 +102,12 @@ def make_states(problem: Problem, plan: DevicePlan) -> tuple[torch.Tensor, Parti
     return out, PartialStates(outputs, torch.full((plan.num_parts, num_heads), float("nan"), device=DEVICE))
 
 
-@contextmanager
-def longest_part(num_keys: int) -> Iterator[None]:
-    """Cut ranges into parts of at most this many keys."""
-    before = _decode_layout._MAX_PART_KEYS
-    _decode_layout._MAX_PART_KEYS = num_keys
-    try:
-        yield
-    finally:
-        _decode_layout._MAX_PART_KEYS = before
-
-
-def mix(tasks: torch.Tensor) -> torch.Tensor:
-    """Spread tasks of texts, which are short, evenly among the first nine tenths of the others."""
-    rows = tasks.cpu()
-    is_short = rows[:, 4] == NO_END
-    place = torch.empty(len(rows), dtype=torch.float64)
-    for chosen, share in ((is_short, 0.9), (~is_short, 1.0)):
-        count = int(chosen.sum())
-        place[chosen] = (torch.arange(count, dtype=torch.float64) + 0.5) / max(1, count) * share
-    return rows[place.argsort(stable=True)].to(tasks.device)
-
-
 def decode_layer(
     problem: Problem, setting: DecodeSetting, rotary: LayerRotary, parts: str = "all"
 ) -> tuple[torch.Tensor, Callable[[LayerKV], None]]:
     """Return the output and one layer's launches; `parts` "attend" leaves the merge out."""
-    with longest_part(setting.part_keys):
-        spec = problem.spec(decode_few=setting.few, decode_many=setting.many)
-        plan = build_device_plan(problem.arrays, problem.positions, spec, DEVICE)
-    decode = plan.decode
-    if setting.is_mixed:
-        decode = tuple(
-            tasks if tasks.shape.programs_per_multiprocessor else replace(tasks, tasks=mix(tasks.tasks))
-            for tasks in decode
-        )
+    spec = problem.spec(decode_few=setting.few, decode_many=setting.many)
+    plan = build_device_plan(problem.arrays, problem.positions, spec, DEVICE)
     out, states = make_states(problem, plan)
     positions = torch.from_numpy(problem.positions).to(DEVICE)
     options = AttendOptions(128**-0.5)
@@ -182,7 +115,7 @@ def decode_layer(
     def launch(kv: LayerKV) -> None:
         from lazyattention.ops.merge_states.kernel import merge_parts_triton
 
-        shared_decodes(problem.q, kv, decode, positions, states, rotary, options, side_priority=setting.priority)
+        shared_decodes(problem.q, kv, plan.decode, positions, states, rotary, options, side_priority=setting.priority)
         if parts == "all":
             merge_parts_triton(
                 states.outputs,
@@ -191,14 +124,14 @@ def decode_layer(
                 plan.num_merges,
                 plan.merge_tokens,
                 plan.merge_starts,
-                shape=setting.merge,
+                num_warps=setting.merge_warps,
             )
 
     return out, launch
 
 
 def prefill_layer(
-    problem: Problem, shape: UnmaskedShape, rotary: LayerRotary
+    problem: Problem, keeps_queries: bool, rotary: LayerRotary
 ) -> tuple[torch.Tensor, Callable[[LayerKV], None]]:
     """Return the output and one layer's launches over chunks only: the kernel for tiles without a mask, and the merge."""
     plan = build_device_plan(problem.arrays, problem.positions, problem.spec(), DEVICE)
@@ -213,7 +146,7 @@ def prefill_layer(
         from lazyattention.ops.chunk_prefill.hopper.kernel import unmasked_prefill_hopper
         from lazyattention.ops.merge_states.kernel import merge_parts_triton
 
-        unmasked_prefill_hopper(problem.q, kv, tasks, out, states, rotary, options, shape)
+        unmasked_prefill_hopper(problem.q, kv, tasks, out, states, rotary, options, keeps_queries=keeps_queries)
         merge_parts_triton(states.outputs, states.lses, out, plan.num_merges, plan.merge_tokens, plan.merge_starts)
 
     return out, launch
@@ -279,13 +212,13 @@ def check_problem(num_requests: int = 44, chunk_len: int = 320) -> Problem:
 # Compiling, in processes of their own.
 
 
-def compile_one(kind: str, shape: TileShape | MergeShape | UnmaskedShape, is_turned: bool) -> tuple[float, str]:
+def compile_one(kind: str, shape: TileShape | int, is_turned: bool) -> tuple[float, str]:
     """Launch one kernel on a small problem, so that its binary is in Triton's cache; return seconds, and what failed."""
     start = time.perf_counter()
     try:
         if kind == "unmasked":
             problem = bench_ops.prefill_problem(64, 1024)
-            prefill_layer(problem, shape, problem.rotary if is_turned else NO_TURN)[1](problem.kv)  # type: ignore[arg-type]
+            prefill_layer(problem, bool(shape), problem.rotary if is_turned else NO_TURN)[1](problem.kv)
         elif kind == "merge":
             from lazyattention.ops.merge_states.kernel import merge_parts_triton
 
@@ -293,8 +226,14 @@ def compile_one(kind: str, shape: TileShape | MergeShape | UnmaskedShape, is_tur
             plan = build_device_plan(problem.arrays, problem.positions, problem.spec(), DEVICE)
             out, states = make_states(problem, plan)
             merge_parts_triton(
-                states.outputs, states.lses, out, plan.num_merges, plan.merge_tokens, plan.merge_starts, shape=shape
-            )  # type: ignore[arg-type]
+                states.outputs,
+                states.lses,
+                out,
+                plan.num_merges,
+                plan.merge_tokens,
+                plan.merge_starts,
+                num_warps=shape,  # type: ignore[arg-type]
+            )
         else:
             problem = bench_ops.make_problem([((0, 1), 3, 1)] * 40, 2, 512)
             spec = problem.spec(**{kind: shape})
@@ -389,13 +328,13 @@ class Tuning:
         self.table.append(f"no time left for: {what}")
         return False
 
-    def compile(self, kind: str, shape: TileShape | MergeShape | UnmaskedShape, is_turned: bool = True) -> None:
+    def compile(self, kind: str, shape: TileShape | int, is_turned: bool = True) -> None:
         """Start compiling, once."""
         key = (kind, shape, is_turned)
         if key not in self.pending:
             self.pending[key] = self.pool.apply_async(compile_one, key)  # type: ignore[attr-defined]
 
-    def works(self, kind: str, shape: TileShape | MergeShape | UnmaskedShape, is_turned: bool = True) -> bool:
+    def works(self, kind: str, shape: TileShape | int, is_turned: bool = True) -> bool:
         """Wait until it is compiled; return whether it could be."""
         self.compile(kind, shape, is_turned)
         left = max(1.0, self.seconds - (time.monotonic() - self.start))
@@ -436,7 +375,7 @@ def tune_decode(run: Tuning) -> None:
     run.results["decode"] = {"floor_ms": floors, "errors": {}, "stages": {}}
 
     def is_right(setting: DecodeSetting) -> bool:
-        kernels = (("decode_few", setting.few), ("decode_many", setting.many), ("merge", setting.merge))
+        kernels = (("decode_few", setting.few), ("decode_many", setting.many), ("merge", setting.merge_warps))
         if not all(run.works(*kernel) for kernel in kernels):
             return False
         # Settings come so that one thing is new at a time: it is what the verdict is about.
@@ -475,12 +414,8 @@ def tune_decode(run: Tuning) -> None:
     settings = [replace(baseline, few=few, many=many) for few in fews for many in manys]
     best = compare("tiles", settings, zipf, 7)
     stages: list[tuple[str, Callable[[DecodeSetting], list[DecodeSetting]]]] = [
-        ("priority", lambda s: [replace(s, priority=-1)]),
-        ("merge", lambda s: [replace(s, merge=shape) for shape in MERGE]),
-        ("prefetch", lambda s: [replace(s, few=prefetching(s.few)), replace(s, many=prefetching(s.many)),
-                                replace(s, few=prefetching(s.few), many=prefetching(s.many))]),
-        ("order", lambda s: [replace(s, is_mixed=True)]),
-        ("parts", lambda s: [replace(s, part_keys=256)]),
+        ("priority", lambda s: [replace(s, priority=-1 - s.priority)]),
+        ("merge", lambda s: [replace(s, merge_warps=num_warps) for num_warps in MERGE_WARPS_TRIED]),
         ("tiles again", lambda s: [replace(s, few=few) for few in fews] + [replace(s, many=many) for many in manys]),
     ]  # fmt: skip
     for stage, candidates in stages:
@@ -525,21 +460,21 @@ def turn_cost(
 
 
 def tune_prefill(run: Tuning) -> None:
-    """Choose the pipeline of the kernel for tiles without a mask, against torch's kernels on contiguous KV."""
+    """Choose how the kernel for tiles without a mask comes by its queries; time it against torch's on contiguous KV."""
     small = bench_ops.prefill_problem(200, 4096)
     usable = []
     run.results["prefill"] = {"errors": {}, "times": {}}
-    for shape in UNMASKED:
-        if run.works("unmasked", shape):
-            error = error_of(small, prefill_layer, shape)
-            run.results["prefill"]["errors"][shape_name(shape)] = error
+    for name, keeps_queries in PREFILL.items():
+        if run.works("unmasked", keeps_queries):
+            error = error_of(small, prefill_layer, keeps_queries)
+            run.results["prefill"]["errors"][name] = error
             if error < TOLERANCE:
-                usable.append(shape)
+                usable.append(name)
                 continue
-        run.table.append(f"does not compile or WRONG, not timed: prefill {shape_name(shape)}")
+        run.table.append(f"does not compile or WRONG, not timed: prefill, {name}")
     if not usable:
         return
-    scores: dict[UnmaskedShape, list[float]] = {shape: [] for shape in usable}
+    scores: dict[str, list[float]] = {name: [] for name in usable}
     shapes = ((512, 8192), (512, 32768), (2048, 8192), (2048, 32768), (2048, 65536))
     for rows, num_keys in shapes:
         problem = bench_ops.prefill_problem(rows, num_keys)
@@ -552,21 +487,21 @@ def tune_prefill(run: Tuning) -> None:
                 scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
         launches: dict[str, Callable[[LayerKV], None]] = {"cuDNN": stock}
-        launches |= {shape_name(shape): prefill_layer(problem, shape, problem.rotary)[1] for shape in usable}
+        launches |= {name: prefill_layer(problem, PREFILL[name], problem.rotary)[1] for name in usable}
         times = timer.medians(launches, 9 if num_keys > 8192 else 15)
         run.results["prefill"]["times"][f"{rows} x {num_keys}"] = times
-        for shape in usable:
-            scores[shape].append(times["cuDNN"] / times[shape_name(shape)])
+        for name in usable:
+            scores[name].append(times["cuDNN"] / times[name])
         shares = "  ".join(f"{name} {times['cuDNN'] / ms:.1%}" for name, ms in times.items() if name != "cuDNN")
         run.table.append(f"prefill {rows} x {num_keys}: cuDNN {times['cuDNN']:.4f} ms; of it {shares}")
         run.mark(run.table[-1])
-    best = max(usable, key=lambda shape: statistics.mean(scores[shape]))
-    run.results["prefill"]["best"] = dataclasses.asdict(best)
-    run.table.append(f"prefill, best: {shape_name(best)}")
-    if run.has_time(4, "cost of the turn in prefill") and run.works("unmasked", best, False):
+    best = max(usable, key=lambda name: statistics.mean(scores[name]))
+    run.results["prefill"]["best"] = best
+    run.table.append(f"prefill, best: {best}")
+    if run.has_time(4, "cost of the turn in prefill") and run.works("unmasked", PREFILL[best], False):
         for rows, num_keys in shapes[1:4]:
             problem = bench_ops.prefill_problem(rows, num_keys)
-            turned, unturned = (prefill_layer(problem, best, r)[1] for r in (problem.rotary, NO_TURN))
+            turned, unturned = (prefill_layer(problem, PREFILL[best], r)[1] for r in (problem.rotary, NO_TURN))
             cost = turn_cost(Timer([problem.kv]), turned, unturned, 15)
             run.results["prefill"].setdefault("turn", {})[f"{rows} x {num_keys}"] = cost
             run.table.append(f"prefill {rows} x {num_keys}: turn {cost:.2%}")
@@ -586,16 +521,13 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         run = Tuning(arguments.out, arguments.seconds, pool)
         if "prefill" in parts:
-            for unmasked in UNMASKED:
-                run.compile("unmasked", unmasked)
-            run.compile("merge", MERGE_SHAPE)
+            for keeps_queries in PREFILL.values():
+                run.compile("unmasked", keeps_queries)
+            run.compile("merge", MERGE_WARPS)
         if "decode" in parts:
-            for kind, shapes in (("decode_many", MANY), ("decode_few", FEW), ("merge", MERGE)):
-                for shape in shapes:
-                    run.compile(kind, shape)  # type: ignore[arg-type]
-            for kind, shapes in (("decode_many", MANY), ("decode_few", FEW)):
-                for shape in shapes:
-                    run.compile(kind, prefetching(shape))
+            for kind, shapes in (("decode_many", MANY), ("decode_few", FEW), ("merge", MERGE_WARPS_TRIED)):
+                for shape in shapes:  # type: ignore[attr-defined]
+                    run.compile(kind, shape)
         # Nothing is timed while other processes use the GPU.
         for key in list(run.pending):
             run.works(*key)

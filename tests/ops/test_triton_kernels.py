@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lazyattention.ops import AttentionMetadata, LayerRotary, attention
-from lazyattention.ops._tiles import MergeShape, TileShape, tiles_for
+from lazyattention.ops._tiles import TileShape, tiles_for
 from lazyattention.ops.attend import AttendOptions
 from lazyattention.ops.layer_kv import LayerKV, PartialStates
 from lazyattention.ops.merge_states import merge_parts, merge_states
@@ -205,10 +205,8 @@ def test_merge_kernel_equals_reference(has_sinks):
     torch.testing.assert_close(got_lse, want_lse)
 
 
-@pytest.mark.parametrize("num_q_heads", [1, 6, 8])
-@pytest.mark.parametrize("shape", [MergeShape(4, 2), MergeShape(2, 4), MergeShape(16, 16)])
-def test_merge_kernel_equals_reference_however_it_is_cut(shape, num_q_heads):
-    """Heads that are no multiple of a program's, parts that are, and tokens beyond the real merges."""
+@pytest.mark.parametrize("num_q_heads", [1, 6])
+def test_merge_kernel_leaves_tokens_beyond_the_real_merges(num_q_heads):
     generator = torch.Generator().manual_seed(1)
     outputs, lses = (
         torch.randn(13, num_q_heads, 20, generator=generator),
@@ -219,7 +217,7 @@ def test_merge_kernel_equals_reference_however_it_is_cut(shape, num_q_heads):
     tokens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([4, 0, 2, 3], [0, 4, 4, 13, 13]))
     want, got = (torch.full((5, num_q_heads, 20), 7.0) for _ in range(2))
     merge_parts(PartialStates(outputs, lses), want, num_merges, tokens, starts, sinks=sinks)
-    merge_parts_triton(outputs, lses, got, num_merges, tokens, starts, sinks=sinks, shape=shape)
+    merge_parts_triton(outputs, lses, got, num_merges, tokens, starts, sinks=sinks)
     torch.testing.assert_close(got, want)
     assert (got[[1, 3]] == 7.0).all()
 

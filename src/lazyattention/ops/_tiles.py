@@ -20,8 +20,6 @@ class TileShape:
         num_stages: Depth of the load pipeline.
         programs_per_multiprocessor: Programs that share all the work; 0 = one program per piece of work.
         max_registers: Registers per thread the compiler may use, so that more programs fit; 0 = as it likes.
-        prefetch_keys: Keys a program asks the L2 cache for before it reads anything else (Hopper GPUs, shared_decode
-            over consecutive slots); 0, or a power of two.
     """
 
     tile_m: int
@@ -30,7 +28,6 @@ class TileShape:
     num_stages: int
     programs_per_multiprocessor: int = 0
     max_registers: int = 0
-    prefetch_keys: int = 0
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -39,48 +36,10 @@ class TileShape:
         return {"num_warps": self.num_warps, **registers}
 
 
-@dataclass(frozen=True, slots=True)
-class MergeShape:
-    """How merge_states cuts its work.
-
-    Attributes:
-        tile_parts: Parts of one token read at a time; a power of two.
-        tile_heads: Query heads of one program; a power of two.
-        num_warps: Warps per program.
-        starts_early: Programs may start while the kernels before still run, and wait for them (Hopper GPUs and later).
-    """
-
-    tile_parts: int = 16
-    tile_heads: int = 1
-    num_warps: int = 2
-    starts_early: bool = False
-
-
-MERGE_SHAPE = MergeShape()
+# Warps of one program of merge_states.
+MERGE_WARPS = 2
 # Of the stream on which shared_decode reads ranges with many rows, as CUDA counts: 0 as usual, -1 before others.
 SIDE_PRIORITY = -1
-
-
-@dataclass(frozen=True, slots=True)
-class UnmaskedShape:
-    """How chunk_prefill's kernel for tiles without a mask fills its pipeline; its tiles are those of `Tiles.prefill`.
-
-    Attributes:
-        k_stages: Key tiles in shared memory.
-        v_stages: Value tiles in shared memory.
-        overlaps: A warp group exponentiates while its own product with the values still runs.
-        attend_registers: Registers per thread of the second warp group that attends.
-        turn_registers: Registers per thread of the one that turns queries.
-    """
-
-    k_stages: int = 2
-    v_stages: int = 2
-    overlaps: bool = True
-    attend_registers: int = 192
-    turn_registers: int = 104
-
-
-UNMASKED_SHAPE = UnmaskedShape()
 
 
 @dataclass(frozen=True, slots=True)

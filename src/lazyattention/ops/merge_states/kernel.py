@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge the partial states of each query token in Triton: one program per token and some of its query heads."""
+"""Merge the partial states of each query token in Triton: one program per token and query head."""
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-from lazyattention.ops._tiles import MERGE_SHAPE, MergeShape, next_power_of_2
+from lazyattention.ops._tiles import MERGE_WARPS, next_power_of_2
 
 
 @triton.jit
@@ -26,57 +25,53 @@ def _merge_states_kernel(
     HAS_ORDER: tl.constexpr,
     HAS_LSE: tl.constexpr,
     TILE_PARTS: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
     TILE_V: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):
-    merge = tl.program_id(0)
-    if merge >= tl.load(num_merges_ptr):
-        return
-    token = tl.load(merge_tokens_ptr + merge).to(tl.int64)
+    merge, head = tl.program_id(0), tl.program_id(1)
+    # Read together, before it is known whether they are needed: one wait instead of two.
+    num_merges, token = tl.load(num_merges_ptr), tl.load(merge_tokens_ptr + merge).to(tl.int64)
     start, end = tl.load(merge_starts_ptr + merge), tl.load(merge_starts_ptr + merge + 1)
-    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
-    is_head = head < NUM_Q_HEADS
+    if merge >= num_merges:
+        return
     dims = tl.arange(0, TILE_V)
-    is_value = is_head[:, None] & (dims < V_DIM)[None, :]
-    running_max = tl.full([TILE_HEADS], float("-inf"), tl.float32)
-    running_sum = tl.zeros([TILE_HEADS], tl.float32)
-    acc = tl.zeros([TILE_HEADS, TILE_V], tl.float32)
-    if STARTS_EARLY:
-        # All above is the plan's; the states are there when the kernels before this one have ended.
-        gdc_wait()
+    running_max = tl.full([], float("-inf"), tl.float32)
+    running_sum = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([TILE_V], tl.float32)
     for first in range(start, end, TILE_PARTS):
         part = first + tl.arange(0, TILE_PARTS)
         is_part = part < end
         if HAS_ORDER:
-            part = tl.load(order_ptr + part, mask=is_part, other=0)
-        row = part.to(tl.int64)[:, None] * NUM_Q_HEADS + head[None, :]
-        loaded = is_part[:, None] & is_head[None, :]
-        lse = tl.load(part_lse_ptr + row, mask=loaded, other=float("-inf"))
+            row = tl.load(order_ptr + part, mask=is_part, other=0) * NUM_Q_HEADS + head
+        else:
+            row = part.to(tl.int64) * NUM_Q_HEADS + head
+        lse = tl.load(part_lse_ptr + row, mask=is_part, other=float("-inf"))
         parts = tl.load(
-            part_out_ptr + (row * V_DIM)[:, :, None] + dims[None, None, :],
-            mask=is_part[:, None, None] & is_value[None, :, :],
+            part_out_ptr + (row * V_DIM)[:, None] + dims[None, :],
+            mask=is_part[:, None] & (dims < V_DIM)[None, :],
             other=0.0,
         )
         new_max = tl.maximum(running_max, tl.max(lse, 0))
         # -inf - -inf is nan; a token without any key keeps a finite pivot instead.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp(lse - pivot[None, :])
+        weights = tl.exp(lse - pivot)
         keep = tl.exp(running_max - pivot)
         running_sum = running_sum * keep + tl.sum(weights, 0)
-        acc = acc * keep[:, None] + tl.sum(weights[:, :, None] * parts.to(tl.float32), 0)
+        acc = acc * keep + tl.sum(weights[:, None] * parts.to(tl.float32), 0)
         running_max = new_max
-    out_row = token * NUM_Q_HEADS + head
     if HAS_LSE:
-        tl.store(out_lse_ptr + out_row, running_max + tl.log(running_sum), mask=is_head)
+        tl.store(out_lse_ptr + token * NUM_Q_HEADS + head, running_max + tl.log(running_sum))
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0).to(tl.float32)
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
         # One pivot for both, so that neither exponential overflows.
         pivot = tl.maximum(running_max, sink)
         keep = tl.exp(running_max - pivot)
-        acc, running_sum = acc * keep[:, None], running_sum * keep + tl.exp(sink - pivot)
-    merged = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
-    tl.store(out_ptr + (out_row * V_DIM)[:, None] + dims[None, :], merged.to(out_ptr.dtype.element_ty), mask=is_value)
+        acc, running_sum = acc * keep, running_sum * keep + tl.exp(sink - pivot)
+    merged = acc / tl.where(running_sum == 0.0, 1.0, running_sum)
+    tl.store(
+        out_ptr + (token * NUM_Q_HEADS + head) * V_DIM + dims,
+        merged.to(out_ptr.dtype.element_ty),
+        mask=dims < V_DIM,
+    )
 
 
 def merge_parts_triton(
@@ -90,14 +85,13 @@ def merge_parts_triton(
     order: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     out_lse: torch.Tensor | None = None,
-    shape: MergeShape = MERGE_SHAPE,
+    num_warps: int = MERGE_WARPS,
 ) -> None:
     """Merge parts `merge_starts[i] : merge_starts[i + 1]` into row `merge_tokens[i]` of `out`."""
     if merge_tokens.shape[0] == 0:
         return
     _, num_q_heads, v_dim = part_out.shape
-    tile_heads = min(shape.tile_heads, next_power_of_2(num_q_heads))
-    _merge_states_kernel[(merge_tokens.shape[0], -(-num_q_heads // tile_heads))](
+    _merge_states_kernel[(merge_tokens.shape[0], num_q_heads)](
         part_out,
         part_lse,
         out,
@@ -112,12 +106,9 @@ def merge_parts_triton(
         HAS_SINKS=sinks is not None,
         HAS_ORDER=order is not None,
         HAS_LSE=out_lse is not None,
-        TILE_PARTS=shape.tile_parts,
-        TILE_HEADS=tile_heads,
+        TILE_PARTS=16,
         TILE_V=next_power_of_2(v_dim),
-        STARTS_EARLY=shape.starts_early,
-        num_warps=shape.num_warps,
-        **({"launch_pdl": True} if shape.starts_early else {}),
+        num_warps=num_warps,
     )
 
 

@@ -5,8 +5,6 @@ A unit of work = one task (rows of one range, one part of its keys) and one KV h
 rows too: row `m` of a tile is plan row `m // GROUP`, head `m % GROUP`. A program does one unit, or several in turn.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -29,20 +27,6 @@ def _slots(blocks_ptr, table_start, key, is_key, first_key, first_slot, BLOCK_SI
     # int64: slots times their size pass 2**31.
     slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
     return tl.where(first_slot < 0, slot, (first_slot + (key - first_key)).to(tl.int64))
-
-
-@triton.jit
-def _prefetch(ptr, num_bytes):
-    """Ask the L2 cache for consecutive memory, a multiple of 16 bytes, without waiting for it; one thread does."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [ptr, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -84,7 +68,6 @@ def _shared_decode_kernel(
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    PREFETCH_KEYS: tl.constexpr,
 ):
     num_units = tl.load(num_tasks_ptr) * NUM_KV_HEADS
     for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0), num_stages=1):
@@ -97,16 +80,6 @@ def _shared_decode_kernel(
         first_position = tl.load(task_ptr + 5)
         part = tl.load(task_ptr + 6)
         first_slot = tl.load(task_ptr + 7)
-        if PREFETCH_KEYS:  # noqa: SIM102 - known when compiling, the other is not
-            # Rows, queries and their turns take three reads, one after the other; keys need not wait for them. The heads
-            # of a task run side by side: each asks for its share of what all of them will read.
-            if first_slot >= 0:
-                ahead = tl.minimum(key_end - key_start, PREFETCH_KEYS)
-                first_row = first_slot.to(tl.int64) * NUM_KV_HEADS + head * ahead
-                _prefetch(
-                    k_ptr + first_row * HEAD_DIM, ahead * (HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-                )
-                _prefetch(v_ptr + first_row * V_DIM, ahead * (V_DIM * v_ptr.dtype.element_ty.primitive_bitwidth // 8))
 
         m = tl.arange(0, TILE_M)
         row = m // GROUP
@@ -208,17 +181,6 @@ def _shared_decode_kernel(
         store_state(acc, running_max, running_sum, part_rows, is_row, part_out_ptr, part_lse_ptr, V_DIM, TILE_V)
 
 
-@functools.lru_cache
-def _is_hopper_or_later(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def can_prefetch(kv: LayerKV) -> bool:
-    """Return whether keys and values can be prefetched: in pieces of 16 bytes, on Hopper GPUs and later."""
-    row_bytes = (cache.shape[3] * cache.element_size() for cache in (kv.k_cache, kv.v_cache))
-    return _is_hopper_or_later(kv.k_cache.device) and all(size % 16 == 0 for size in row_bytes)
-
-
 def shared_decode_triton(
     q: torch.Tensor,
     kv: LayerKV,
@@ -267,7 +229,6 @@ def shared_decode_triton(
         TILE_M=tasks.shape.tile_m,
         TILE_KV=tasks.shape.tile_kv,
         NUM_STAGES=tasks.shape.num_stages,
-        PREFETCH_KEYS=tasks.shape.prefetch_keys if can_prefetch(kv) else 0,
         **tasks.shape.launch_options,
         **constants,
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """chunk_prefill's tiles without a mask on Hopper GPUs, in Gluon: every warp group has one job.
 
-Two warp groups attend, 64 query rows each; while one exponentiates, the other multiplies. (Making them take turns by
-barriers measured the same.) One warp copies key and value tiles into shared memory ahead of them. One warp group loads and turns the query tile for the next
-segment while the current one is attended to, so that turning costs no time of its own. A `full` barrier says that a
-buffer may be read, an `empty` one that it may be written.
+Two warp groups attend, 64 query rows each; while one exponentiates, its own product with the values still runs, and the
+other multiplies. (Making them take turns by barriers measured the same.) One warp copies key and value tiles into shared
+memory ahead of them. One warp group loads and turns the query tile for the next segment while the current one is attended
+to. A `full` barrier says that a buffer may be read, an `empty` one that it may be written.
 """
 
 import torch
@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lazyattention.ops._tiles import UNMASKED_SHAPE, UnmaskedShape
 from lazyattention.ops._turn_tables import LOG2_NUM_LOW, NUM_HIGH, NUM_LOW, turn_tables
 from lazyattention.ops.attend.options import AttendOptions
 from lazyattention.ops.device_plan import PrefillTasks
@@ -36,24 +35,25 @@ _LOG2_LOW_ROWS = gl.constexpr(LOG2_NUM_LOW)
 _ZERO_ROW = gl.constexpr(NUM_LOW + NUM_HIGH // 2)
 # Rows one warp group attends for.
 _GROUP_ROWS = gl.constexpr(64)
+# Key and value tiles in shared memory.
+_STAGES = gl.constexpr(2)
 
 
 @gluon.jit
 def _copy_tiles(
     k_desc, v_desc, tiles_ptr, task_ptr, head, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = HEAD_DIM // 2
     full_start, full_end = gl.load(task_ptr + 3), gl.load(task_ptr + 4)
     count = 0
     for tile in range(full_start, full_end):
         slot = gl.load(tiles_ptr + tile * 8)
-        stage, turn = count % K_STAGES, (count // K_STAGES) & 1
+        stage, turn = count % _STAGES, (count // _STAGES) & 1
         mbarrier.wait(k_empty.index(stage), turn ^ 1)
         mbarrier.expect(k_full.index(stage), 2 * k_desc.block_type.nbytes)
         _async_load(k_desc, [slot, head * HEAD_DIM], k_full.index(stage), k_first.index(stage))
         _async_load(k_desc, [slot, head * HEAD_DIM + HALF], k_full.index(stage), k_second.index(stage))
-        stage, turn = count % V_STAGES, (count // V_STAGES) & 1
         mbarrier.wait(v_empty.index(stage), turn ^ 1)
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
         _async_load(v_desc, [slot, head * V_DIM], v_full.index(stage), v.index(stage))
@@ -61,9 +61,23 @@ def _copy_tiles(
 
 
 @gluon.jit
+def _load_rows(
+    part_of_tile: gl.constexpr, q_ptr, num_tokens, token_start, head, stride_q_token, stride_q_head, m, dims,
+    GROUP: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    row = (m + part_of_tile * _GROUP_ROWS) // GROUP
+    token = (token_start + row).to(gl.int64)
+    q_head = head * GROUP + (m + part_of_tile * _GROUP_ROWS) % GROUP
+    ptrs = gl.expand_dims(q_ptr + token * stride_q_token + q_head * stride_q_head, 1) + gl.expand_dims(dims, 0)
+    is_row = gl.expand_dims(row < num_tokens, 1)
+    return gl.load(ptrs, mask=is_row, other=0.0), gl.load(ptrs + HALF, mask=is_row, other=0.0)
+
+
+@gluon.jit
 def _turn_queries(
-    q_ptr, turns_ptr, tiles_ptr, segments_ptr, task_ptr, head, stride_q_token, stride_q_head, q_first, q_second,
-    q_full, q_empty, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, IS_TURNED: gl.constexpr,
+    q_ptr, turns_ptr, tiles_ptr, segments_ptr, task_ptr, head, stride_q_token, stride_q_head, q_kept, q_first,
+    q_second, q_full, q_empty, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEEPS_QUERIES: gl.constexpr,
+    IS_TURNED: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = HEAD_DIM // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
@@ -71,6 +85,13 @@ def _turn_queries(
     full_start = gl.load(task_ptr + 3)
     m = gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    if KEEPS_QUERIES:
+        for part in gl.static_range(2):
+            first, second = _load_rows(
+                part, q_ptr, num_tokens, token_start, head, stride_q_token, stride_q_head, m, dims, GROUP, HALF
+            )
+            q_kept.index(part).store(first)
+            q_kept.index(2 + part).store(second)
     count = 0
     for segment in range(gl.load(task_ptr + 7), gl.load(task_ptr + 8)):
         first_tile = gl.maximum(gl.load(segments_ptr + segment), full_start)
@@ -85,13 +106,12 @@ def _turn_queries(
         buffer = count % 2
         mbarrier.wait(q_empty.index(buffer), ((count // 2) & 1) ^ 1)
         for part in gl.static_range(2):
-            row = (m + part * _GROUP_ROWS) // GROUP
-            token = (token_start + row).to(gl.int64)
-            q_head = head * GROUP + (m + part * _GROUP_ROWS) % GROUP
-            ptrs = gl.expand_dims(q_ptr + token * stride_q_token + q_head * stride_q_head, 1) + gl.expand_dims(dims, 0)
-            is_row = gl.expand_dims(row < num_tokens, 1)
-            first = gl.load(ptrs, mask=is_row, other=0.0)
-            second = gl.load(ptrs + HALF, mask=is_row, other=0.0)
+            if KEEPS_QUERIES:
+                first, second = q_kept.index(part).load(layout), q_kept.index(2 + part).load(layout)
+            else:
+                first, second = _load_rows(
+                    part, q_ptr, num_tokens, token_start, head, stride_q_token, stride_q_head, m, dims, GROUP, HALF
+                )
             if IS_TURNED:
                 first_fp32, second_fp32 = first.to(gl.float32), second.to(gl.float32)
                 q_first.index(buffer * 2 + part).store((first_fp32 * cos - second_fp32 * sin).to(first.dtype))
@@ -124,8 +144,7 @@ def _fold(scores, running_max, running_sum, scale_base2):
 def _attend(
     part_of_tile: gl.constexpr, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head,
     scale_base2, q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, OVERLAPS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr,
 ):  # fmt: skip
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
@@ -153,7 +172,7 @@ def _attend(
     weights, keep, running_max, running_sum = _fold(scores, running_max, running_sum, scale_base2)
     weights = gl.convert_layout(weights.to(v.dtype), weights_layout)
     count = 1
-    mbarrier.wait(k_full.index(1 % K_STAGES), (1 // K_STAGES) & 1, pred=full_start + 1 < full_end)
+    mbarrier.wait(k_full.index(1), 0, pred=full_start + 1 < full_end)
     for tile in range(full_start + 1, full_end):
         # All scores of the last tile are there, so the query buffer is free when its segment has ended.
         is_new = tile == segment_end
@@ -162,39 +181,30 @@ def _attend(
         segment_end = gl.load(segments_ptr + first_segment + num_segments + 1)
         buffer = num_segments % 2
         mbarrier.wait(q_full.index(buffer), (num_segments // 2) & 1, pred=is_new)
-        k_stage, next_k = count % K_STAGES, count + 1
-        v_stage, v_turn = (count - 1) % V_STAGES, ((count - 1) // V_STAGES) & 1
-        next_stage, next_turn = next_k % K_STAGES, (next_k // K_STAGES) & 1
-        if not OVERLAPS:
-            acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
-            mbarrier.wait(v_full.index(v_stage), v_turn)
+        k_stage, next_turn = count % _STAGES, ((count + 1) // _STAGES) & 1
+        # Of the values, and of the next tile's keys.
+        other_stage, v_turn = (count - 1) % _STAGES, ((count - 1) // _STAGES) & 1
         scores = _score(
             q_first.index(buffer * 2 + part_of_tile), q_second.index(buffer * 2 + part_of_tile), k_first.index(k_stage),
             k_second.index(k_stage), no_scores,
         )  # fmt: skip
-        if OVERLAPS:
-            acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
-            mbarrier.wait(v_full.index(v_stage), v_turn)
-        acc = warpgroup_mma(weights, v.index(v_stage), acc, is_async=True)
-        if OVERLAPS:
-            scores = warpgroup_mma_wait(1, deps=(scores,))
-        else:
-            scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
+        acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
+        mbarrier.wait(v_full.index(other_stage), v_turn)
+        acc = warpgroup_mma(weights, v.index(other_stage), acc, is_async=True)
+        # Exponentiate while the product with the values still runs.
+        scores = warpgroup_mma_wait(1, deps=(scores,))
         _thread_barrier()
         mbarrier.arrive(k_empty.index(k_stage), count=1)
-        if not OVERLAPS:
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
         new_weights, keep, running_max, running_sum = _fold(scores, running_max, running_sum, scale_base2)
         # The assembler moves exponentials behind the wait for the product with the values, unless another wait, which
         # it takes for a loop, stands between them.
-        mbarrier.wait(k_full.index(next_stage), next_turn, pred=tile + 1 < full_end)
-        if OVERLAPS:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            _thread_barrier()
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
+        mbarrier.wait(k_full.index(other_stage), next_turn, pred=tile + 1 < full_end)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        _thread_barrier()
+        mbarrier.arrive(v_empty.index(other_stage), count=1)
         weights = gl.convert_layout(new_weights.to(v.dtype), weights_layout)
         count += 1
-    v_stage, v_turn = (count - 1) % V_STAGES, ((count - 1) // V_STAGES) & 1
+    v_stage, v_turn = (count - 1) % _STAGES, ((count - 1) // _STAGES) & 1
     acc = acc * gl.expand_dims(gl.convert_layout(keep, acc_row_layout), 1)
     mbarrier.wait(v_full.index(v_stage), v_turn)
     acc = warpgroup_mma(weights, v.index(v_stage), acc, is_async=True)
@@ -225,13 +235,12 @@ def _attend(
 def _attend_second(
     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
     q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, OVERLAPS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr,
 ):  # fmt: skip
     _attend(
         1, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
         q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, K_STAGES, V_STAGES, OVERLAPS,
+        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV,
     )  # fmt: skip
 
 
@@ -239,13 +248,12 @@ def _attend_second(
 def _attend_first(
     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
     q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, OVERLAPS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, TILE_KV: gl.constexpr,
 ):  # fmt: skip
     _attend(
         0, out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
         q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, K_STAGES, V_STAGES, OVERLAPS,
+        NUM_KV_HEADS, GROUP, V_DIM, TILE_KV,
     )  # fmt: skip
 
 
@@ -270,11 +278,7 @@ def _chunk_prefill_hopper_kernel(
     HEAD_DIM: gl.constexpr,
     V_DIM: gl.constexpr,
     TILE_KV: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-    ATTEND_REGISTERS: gl.constexpr,
-    TURN_REGISTERS: gl.constexpr,
+    KEEPS_QUERIES: gl.constexpr,
     IS_TURNED: gl.constexpr,
 ):
     task, head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
@@ -285,19 +289,20 @@ def _chunk_prefill_hopper_kernel(
     # Two buffers for the two warp groups' rows.
     q_first = gl.allocate_shared_memory(dtype, [4, _GROUP_ROWS, HALF], q_layout)
     q_second = gl.allocate_shared_memory(dtype, [4, _GROUP_ROWS, HALF], q_layout)
-    k_first = gl.allocate_shared_memory(dtype, [K_STAGES, TILE_KV, HALF], k_desc.layout)
-    k_second = gl.allocate_shared_memory(dtype, [K_STAGES, TILE_KV, HALF], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [V_STAGES, TILE_KV, V_DIM], v_desc.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    # First halves of both warp groups' rows, then second halves.
+    q_kept = gl.allocate_shared_memory(dtype, [4, _GROUP_ROWS, HALF], q_layout) if KEEPS_QUERIES else q_first
+    k_first = gl.allocate_shared_memory(dtype, [_STAGES, TILE_KV, HALF], k_desc.layout)
+    k_second = gl.allocate_shared_memory(dtype, [_STAGES, TILE_KV, HALF], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [_STAGES, TILE_KV, V_DIM], v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(K_STAGES):
+    for stage in gl.static_range(_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
-    for stage in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     for buffer in gl.static_range(2):
@@ -313,7 +318,7 @@ def _chunk_prefill_hopper_kernel(
                 (
                     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
                     q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, K_STAGES, V_STAGES, OVERLAPS,
+                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV,
                 ),
             ),
             (
@@ -321,26 +326,26 @@ def _chunk_prefill_hopper_kernel(
                 (
                     out_ptr, part_out_ptr, part_lse_ptr, part_bases_ptr, segments_ptr, task_ptr, head, scale_base2,
                     q_first, q_second, q_full, q_empty, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV, K_STAGES, V_STAGES, OVERLAPS,
+                    NUM_KV_HEADS, GROUP, V_DIM, TILE_KV,
                 ),
             ),
             (
                 _turn_queries,
                 (
-                    q_ptr, turns_ptr, tiles_ptr, segments_ptr, task_ptr, head, stride_q_token, stride_q_head, q_first,
-                    q_second, q_full, q_empty, GROUP, HEAD_DIM, IS_TURNED,
+                    q_ptr, turns_ptr, tiles_ptr, segments_ptr, task_ptr, head, stride_q_token, stride_q_head, q_kept,
+                    q_first, q_second, q_full, q_empty, GROUP, HEAD_DIM, KEEPS_QUERIES, IS_TURNED,
                 ),
             ),
             (
                 _copy_tiles,
                 (
                     k_desc, v_desc, tiles_ptr, task_ptr, head, k_first, k_second, v, k_full, k_empty, v_full, v_empty,
-                    HEAD_DIM, V_DIM, K_STAGES, V_STAGES,
+                    HEAD_DIM, V_DIM,
                 ),
             ),
         ],
         [4, 4, 1],
-        [ATTEND_REGISTERS, TURN_REGISTERS, 24],
+        [192, 104, 24],
     )  # fmt: skip
 
 
@@ -352,9 +357,13 @@ def unmasked_prefill_hopper(
     states: PartialStates,
     rotary: LayerRotary,
     options: AttendOptions,
-    shape: UnmaskedShape = UNMASKED_SHAPE,
+    *,
+    keeps_queries: bool = False,
 ) -> None:
-    """Run `tasks.apart`; tiles are 128 query rows and `tasks.shape.tile_kv` keys."""
+    """Run `tasks.apart`; tiles are 128 query rows and `tasks.shape.tile_kv` keys.
+
+    `keeps_queries`: a program keeps its query rows as they came in shared memory, not to load them again for each chunk.
+    """
     assert tasks.shape.tile_m == 2 * _GROUP_ROWS.value
     _, _, num_kv_heads, head_dim = kv.k_cache.shape
     tile_kv, half = tasks.shape.tile_kv, head_dim // 2
@@ -383,11 +392,7 @@ def unmasked_prefill_hopper(
         head_dim,
         head_dim,
         tile_kv,
-        shape.k_stages,
-        shape.v_stages,
-        shape.overlaps,
-        shape.attend_registers,
-        shape.turn_registers,
+        keeps_queries,
         is_turned,
         num_warps=4,
     )
