@@ -102,12 +102,18 @@ def make_states(problem: Problem, plan: DevicePlan) -> tuple[torch.Tensor, Parti
     return out, PartialStates(outputs, torch.full((plan.num_parts, num_heads), float("nan"), device=DEVICE))
 
 
+def launch_of(shape: TileShape) -> str:
+    """Return which of a step's launches has this shape."""
+    return "many" if shape.programs_per_multiprocessor else "few"
+
+
 def decode_layer(
     problem: Problem, setting: DecodeSetting, rotary: LayerRotary, parts: str = "all"
 ) -> tuple[torch.Tensor, Callable[[LayerKV], None]]:
-    """Return the output and one layer's launches; `parts` "attend" leaves the merge out."""
+    """Return the output and one layer's launches; `parts`: "all", "attend" without the merge, "few" or "many" rows."""
     spec = problem.spec(decode_few=setting.few, decode_many=setting.many)
     plan = build_device_plan(problem.arrays, problem.positions, spec, DEVICE)
+    decode = [tasks for tasks in plan.decode if parts in ("all", "attend", launch_of(tasks.shape))]
     out, states = make_states(problem, plan)
     positions = torch.from_numpy(problem.positions).to(DEVICE)
     options = AttendOptions(128**-0.5)
@@ -115,7 +121,7 @@ def decode_layer(
     def launch(kv: LayerKV) -> None:
         from lazyattention.ops.merge_states.kernel import merge_parts_triton
 
-        shared_decodes(problem.q, kv, plan.decode, positions, states, rotary, options, side_priority=setting.priority)
+        shared_decodes(problem.q, kv, decode, positions, states, rotary, options, side_priority=setting.priority)
         if parts == "all":
             merge_parts_triton(
                 states.outputs,
@@ -431,7 +437,8 @@ def tune_decode(run: Tuning) -> None:
         launches, unturned = {}, {}
         for key, setting in (("before", baseline), ("best", best)):
             launches[key] = decode_layer(problem, setting, problem.rotary)[1]
-            launches[f"{key}, attend"] = decode_layer(problem, setting, problem.rotary, "attend")[1]
+            for parts in ("attend", "few", "many") if name in zipf else ("attend",):
+                launches[f"{key}, {parts}"] = decode_layer(problem, setting, problem.rotary, parts)[1]
             if all(
                 run.works(kind, shape, False)
                 for kind, shape in (("decode_few", setting.few), ("decode_many", setting.many))
@@ -442,12 +449,16 @@ def tune_decode(run: Tuning) -> None:
         for key, launch in unturned.items():
             row[f"{key}, turn"] = turn_cost(timer, launches[key], launch)
         rows[name] = row
-        run.table.append(
-            f"decode {name:>9}: floor {floors[name]:.4f} ms; before {row['before']:.4f} ({floors[name] / row['before']:.1%},"
-            f" merge {row['before'] - row['before, attend']:.4f}, turn {row.get('before, turn', float('nan')):.2%});"
-            f" best {row['best']:.4f} ({floors[name] / row['best']:.1%}, merge {row['best'] - row['best, attend']:.4f},"
-            f" turn {row.get('best, turn', float('nan')):.2%}); as a graph of its own {row['best, single layer']:.4f}"
-        )
+        cells = [f"floor {floors[name]:.4f} ms"]
+        for key in ("before", "best"):
+            ms, attend = row[key], row[f"{key}, attend"]
+            alone = "".join(f", {part} alone {row[f'{key}, {part}']:.4f}" for part in ("few", "many") if name in zipf)
+            turn_share = row.get(f"{key}, turn", float("nan"))
+            cells.append(
+                f"{key} {ms:.4f} ({floors[name] / ms:.1%}; merge {ms - attend:.4f}{alone}, turn {turn_share:.2%})"
+            )
+        cells.append(f"best as a graph of its own {row['best, single layer']:.4f}")
+        run.table.append(f"decode {name:>9}: {'; '.join(cells)}")
     run.mark("decode, before and after")
 
 
