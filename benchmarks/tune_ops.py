@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose what `ops/_tiles.py` holds for head_dim 128 on this GPU: check every candidate, time it, print the winners.
+"""Choose what decode takes from `ops/_tiles.py` for head_dim 128 on this GPU: check all candidates, time them, print the best.
 
     PYTHONPATH=src python3 benchmarks/tune_ops.py --out tune.json [--parts decode,prefill] [--seconds 85]
 
@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_ops
+import gpu_all
 import numpy as np
 import torch
 from bench_ops import DEVICE, Problem
@@ -88,7 +89,6 @@ MANY = [
     TileShape(64, 32, 4, 2, 3, max_registers=128),  # 3, and 2
 ]
 MERGE_WARPS_TRIED = [MERGE_WARPS, 1, 2]
-PREFILL = {"loads queries": False, "keeps queries": True}
 
 
 # One layer's launches.
@@ -136,9 +136,7 @@ def decode_layer(
     return out, launch
 
 
-def prefill_layer(
-    problem: Problem, keeps_queries: bool, rotary: LayerRotary
-) -> tuple[torch.Tensor, Callable[[LayerKV], None]]:
+def prefill_layer(problem: Problem, rotary: LayerRotary) -> tuple[torch.Tensor, Callable[[LayerKV], None]]:
     """Return the output and one layer's launches over chunks only: the kernel for tiles without a mask, and the merge."""
     plan = build_device_plan(problem.arrays, problem.positions, problem.spec(), DEVICE)
     (tasks,) = plan.prefill
@@ -152,7 +150,7 @@ def prefill_layer(
         from lazyattention.ops.chunk_prefill.hopper.kernel import unmasked_prefill_hopper
         from lazyattention.ops.merge_states.kernel import merge_parts_triton
 
-        unmasked_prefill_hopper(problem.q, kv, tasks, out, states, rotary, options, keeps_queries=keeps_queries)
+        unmasked_prefill_hopper(problem.q, kv, tasks, out, states, rotary, options)
         merge_parts_triton(states.outputs, states.lses, out, plan.num_merges, plan.merge_tokens, plan.merge_starts)
 
     return out, launch
@@ -193,12 +191,12 @@ def exact_output(problem: Problem) -> torch.Tensor:
 
 
 def error_of(
-    problem: Problem, layer: Callable[..., tuple[torch.Tensor, Callable[[LayerKV], None]]], setting: object
+    problem: Problem, layer: Callable[..., tuple[torch.Tensor, Callable[[LayerKV], None]]], *setting: object
 ) -> float:
     """Return ‖out − exact‖ / ‖exact‖ over fresh random queries, keys and values."""
     for tensor in (problem.q, problem.kv.k_cache, problem.kv.v_cache):
         tensor.normal_()
-    out, launch = layer(problem, setting, problem.rotary)
+    out, launch = layer(problem, *setting, problem.rotary)
     launch(problem.kv)
     want = exact_output(problem)
     return float((out.double() - want).norm() / want.norm())
@@ -219,12 +217,15 @@ def check_problem(num_requests: int = 44, chunk_len: int = 320) -> Problem:
 
 
 def compile_one(kind: str, shape: TileShape | int, is_turned: bool) -> tuple[float, str]:
-    """Launch one kernel on a small problem, so that its binary is in Triton's cache; return seconds, and what failed."""
+    """Launch one kernel on a small problem, so that its binary is in Triton's cache; return seconds, and what failed.
+
+    `shape`: tiles; of a merge its warps; of "unmasked", which has one, 0.
+    """
     start = time.perf_counter()
     try:
         if kind == "unmasked":
             problem = bench_ops.prefill_problem(64, 1024)
-            prefill_layer(problem, bool(shape), problem.rotary if is_turned else NO_TURN)[1](problem.kv)
+            prefill_layer(problem, problem.rotary if is_turned else NO_TURN)[1](problem.kv)
         elif kind == "merge":
             from lazyattention.ops.merge_states.kernel import merge_parts_triton
 
@@ -470,26 +471,20 @@ def turn_cost(
     return statistics.median(a / b - 1 for a, b in zip(samples["turned"], samples["unturned"], strict=True))
 
 
-def tune_prefill(run: Tuning) -> None:
-    """Choose how the kernel for tiles without a mask comes by its queries; time it against torch's on contiguous KV."""
+def time_prefill(run: Tuning) -> None:
+    """Time the kernel for tiles without a mask against torch's on contiguous KV, and what turning costs it."""
     small = bench_ops.prefill_problem(200, 4096)
-    usable = []
-    run.results["prefill"] = {"errors": {}, "times": {}}
-    for name, keeps_queries in PREFILL.items():
-        if run.works("unmasked", keeps_queries):
-            error = error_of(small, prefill_layer, keeps_queries)
-            run.results["prefill"]["errors"][name] = error
-            if error < TOLERANCE:
-                usable.append(name)
-                continue
-        run.table.append(f"does not compile or WRONG, not timed: prefill, {name}")
-    if not usable:
+    if not run.works("unmasked", 0):
+        run.table.append("prefill does not compile: not timed")
         return
-    scores: dict[str, list[float]] = {name: [] for name in usable}
+    error = error_of(small, prefill_layer)
+    run.results["prefill"] = {"error": error, "times": {}, "turn": {}}
+    if not error < TOLERANCE:
+        run.table.append(f"prefill is WRONG, not timed: error {error:.3g}")
+        return
     shapes = ((512, 8192), (512, 32768), (2048, 8192), (2048, 32768), (2048, 65536))
     for rows, num_keys in shapes:
         problem = bench_ops.prefill_problem(rows, num_keys)
-        timer = Timer([problem.kv])
         q = problem.q.transpose(0, 1)[None].contiguous()
         k, v = (torch.randn(1, 8, num_keys, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
 
@@ -497,24 +492,19 @@ def tune_prefill(run: Tuning) -> None:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-        launches: dict[str, Callable[[LayerKV], None]] = {"cuDNN": stock}
-        launches |= {name: prefill_layer(problem, PREFILL[name], problem.rotary)[1] for name in usable}
-        times = timer.medians(launches, 9 if num_keys > 8192 else 15)
+        launches = {"cuDNN": stock, "ours": prefill_layer(problem, problem.rotary)[1]}
+        times = Timer([problem.kv]).medians(launches, 9 if num_keys > 8192 else 15)
         run.results["prefill"]["times"][f"{rows} x {num_keys}"] = times
-        for name in usable:
-            scores[name].append(times["cuDNN"] / times[name])
-        shares = "  ".join(f"{name} {times['cuDNN'] / ms:.1%}" for name, ms in times.items() if name != "cuDNN")
-        run.table.append(f"prefill {rows} x {num_keys}: cuDNN {times['cuDNN']:.4f} ms; of it {shares}")
-        run.mark(run.table[-1])
-    best = max(usable, key=lambda name: statistics.mean(scores[name]))
-    run.results["prefill"]["best"] = best
-    run.table.append(f"prefill, best: {best}")
-    if run.has_time(4, "cost of the turn in prefill") and run.works("unmasked", PREFILL[best], False):
+        if len(times) == len(launches):
+            share = times["cuDNN"] / times["ours"]
+            run.table.append(f"prefill {rows} x {num_keys}: cuDNN {times['cuDNN']:.4f} ms; of it {share:.1%}")
+            run.mark(run.table[-1])
+    if run.has_time(4, "cost of the turn in prefill") and run.works("unmasked", 0, False):
         for rows, num_keys in shapes[1:4]:
             problem = bench_ops.prefill_problem(rows, num_keys)
-            turned, unturned = (prefill_layer(problem, PREFILL[best], r)[1] for r in (problem.rotary, NO_TURN))
+            turned, unturned = (prefill_layer(problem, rotary)[1] for rotary in (problem.rotary, NO_TURN))
             cost = turn_cost(Timer([problem.kv]), turned, unturned, 15)
-            run.results["prefill"].setdefault("turn", {})[f"{rows} x {num_keys}"] = cost
+            run.results["prefill"]["turn"][f"{rows} x {num_keys}"] = cost
             run.table.append(f"prefill {rows} x {num_keys}: turn {cost:.2%}")
     run.mark("prefill")
 
@@ -532,8 +522,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         run = Tuning(arguments.out, arguments.seconds, pool)
         if "prefill" in parts:
-            for keeps_queries in PREFILL.values():
-                run.compile("unmasked", keeps_queries)
+            run.compile("unmasked", 0)
             run.compile("merge", MERGE_WARPS)
         if "decode" in parts:
             for kind, shapes in (("decode_many", MANY), ("decode_few", FEW), ("merge", MERGE_WARPS_TRIED)):
@@ -543,11 +532,11 @@ def main() -> None:
         for key in list(run.pending):
             run.works(*key)
         run.mark(f"compiled {len(run.pending)} kernels")
-        run.results["gpu"] = torch.cuda.get_device_name()
+        run.results["provenance"] = gpu_all.provenance()
         run.results["ceilings"] = bench_ops.ceilings()
-        run.mark(f"{run.results['gpu']}, {run.results['ceilings']}")
+        run.mark(f"{run.results['provenance']['gpu']}, {run.results['ceilings']}")
         if "prefill" in parts:
-            tune_prefill(run)
+            time_prefill(run)
         if "decode" in parts:
             torch.cuda.empty_cache()
             tune_decode(run)

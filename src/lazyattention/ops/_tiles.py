@@ -37,7 +37,7 @@ class TileShape:
 
 
 # Warps of one program of merge_states.
-MERGE_WARPS = 2
+MERGE_WARPS = 1
 # Of the stream on which shared_decode reads ranges with many rows, as CUDA counts: 0 as usual, -1 before others.
 SIDE_PRIORITY = -1
 
@@ -74,8 +74,8 @@ _TILES = {
         prefill_unturned=TileShape(128, 64, 8, 2),
     ),
     128: Tiles(
-        decode_few=TileShape(16, 32, 2, 2, max_registers=112),
-        decode_many=TileShape(64, 64, 4, 2, 2, max_registers=168),
+        decode_few=TileShape(16, 64, 4, 2),
+        decode_many=TileShape(64, 128, 4, 2, 1),
         decode_unturned=TileShape(16, 32, 4, 2),
         prefill=TileShape(128, 128, 8, 2),
         prefill_unturned=TileShape(128, 32, 8, 2),

@@ -61,23 +61,9 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _load_rows(
-    part_of_tile: gl.constexpr, q_ptr, num_tokens, token_start, head, stride_q_token, stride_q_head, m, dims,
-    GROUP: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    row = (m + part_of_tile * _GROUP_ROWS) // GROUP
-    token = (token_start + row).to(gl.int64)
-    q_head = head * GROUP + (m + part_of_tile * _GROUP_ROWS) % GROUP
-    ptrs = gl.expand_dims(q_ptr + token * stride_q_token + q_head * stride_q_head, 1) + gl.expand_dims(dims, 0)
-    is_row = gl.expand_dims(row < num_tokens, 1)
-    return gl.load(ptrs, mask=is_row, other=0.0), gl.load(ptrs + HALF, mask=is_row, other=0.0)
-
-
-@gluon.jit
 def _turn_queries(
-    q_ptr, turns_ptr, tiles_ptr, segments_ptr, task_ptr, head, stride_q_token, stride_q_head, q_kept, q_first,
-    q_second, q_full, q_empty, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEEPS_QUERIES: gl.constexpr,
-    IS_TURNED: gl.constexpr,
+    q_ptr, turns_ptr, tiles_ptr, segments_ptr, task_ptr, head, stride_q_token, stride_q_head, q_first, q_second,
+    q_full, q_empty, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, IS_TURNED: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = HEAD_DIM // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
@@ -85,13 +71,6 @@ def _turn_queries(
     full_start = gl.load(task_ptr + 3)
     m = gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    if KEEPS_QUERIES:
-        for part in gl.static_range(2):
-            first, second = _load_rows(
-                part, q_ptr, num_tokens, token_start, head, stride_q_token, stride_q_head, m, dims, GROUP, HALF
-            )
-            q_kept.index(part).store(first)
-            q_kept.index(2 + part).store(second)
     count = 0
     for segment in range(gl.load(task_ptr + 7), gl.load(task_ptr + 8)):
         first_tile = gl.maximum(gl.load(segments_ptr + segment), full_start)
@@ -106,12 +85,13 @@ def _turn_queries(
         buffer = count % 2
         mbarrier.wait(q_empty.index(buffer), ((count // 2) & 1) ^ 1)
         for part in gl.static_range(2):
-            if KEEPS_QUERIES:
-                first, second = q_kept.index(part).load(layout), q_kept.index(2 + part).load(layout)
-            else:
-                first, second = _load_rows(
-                    part, q_ptr, num_tokens, token_start, head, stride_q_token, stride_q_head, m, dims, GROUP, HALF
-                )
+            row = (m + part * _GROUP_ROWS) // GROUP
+            token = (token_start + row).to(gl.int64)
+            q_head = head * GROUP + (m + part * _GROUP_ROWS) % GROUP
+            ptrs = gl.expand_dims(q_ptr + token * stride_q_token + q_head * stride_q_head, 1) + gl.expand_dims(dims, 0)
+            is_row = gl.expand_dims(row < num_tokens, 1)
+            first = gl.load(ptrs, mask=is_row, other=0.0)
+            second = gl.load(ptrs + HALF, mask=is_row, other=0.0)
             if IS_TURNED:
                 first_fp32, second_fp32 = first.to(gl.float32), second.to(gl.float32)
                 q_first.index(buffer * 2 + part).store((first_fp32 * cos - second_fp32 * sin).to(first.dtype))
@@ -278,7 +258,6 @@ def _chunk_prefill_hopper_kernel(
     HEAD_DIM: gl.constexpr,
     V_DIM: gl.constexpr,
     TILE_KV: gl.constexpr,
-    KEEPS_QUERIES: gl.constexpr,
     IS_TURNED: gl.constexpr,
 ):
     task, head = gl.program_id(0) // NUM_KV_HEADS, gl.program_id(0) % NUM_KV_HEADS
@@ -289,8 +268,6 @@ def _chunk_prefill_hopper_kernel(
     # Two buffers for the two warp groups' rows.
     q_first = gl.allocate_shared_memory(dtype, [4, _GROUP_ROWS, HALF], q_layout)
     q_second = gl.allocate_shared_memory(dtype, [4, _GROUP_ROWS, HALF], q_layout)
-    # First halves of both warp groups' rows, then second halves.
-    q_kept = gl.allocate_shared_memory(dtype, [4, _GROUP_ROWS, HALF], q_layout) if KEEPS_QUERIES else q_first
     k_first = gl.allocate_shared_memory(dtype, [_STAGES, TILE_KV, HALF], k_desc.layout)
     k_second = gl.allocate_shared_memory(dtype, [_STAGES, TILE_KV, HALF], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [_STAGES, TILE_KV, V_DIM], v_desc.layout)
@@ -332,8 +309,8 @@ def _chunk_prefill_hopper_kernel(
             (
                 _turn_queries,
                 (
-                    q_ptr, turns_ptr, tiles_ptr, segments_ptr, task_ptr, head, stride_q_token, stride_q_head, q_kept,
-                    q_first, q_second, q_full, q_empty, GROUP, HEAD_DIM, KEEPS_QUERIES, IS_TURNED,
+                    q_ptr, turns_ptr, tiles_ptr, segments_ptr, task_ptr, head, stride_q_token, stride_q_head,
+                    q_first, q_second, q_full, q_empty, GROUP, HEAD_DIM, IS_TURNED,
                 ),
             ),
             (
@@ -357,13 +334,8 @@ def unmasked_prefill_hopper(
     states: PartialStates,
     rotary: LayerRotary,
     options: AttendOptions,
-    *,
-    keeps_queries: bool = False,
 ) -> None:
-    """Run `tasks.apart`; tiles are 128 query rows and `tasks.shape.tile_kv` keys.
-
-    `keeps_queries`: a program keeps its query rows as they came in shared memory, not to load them again for each chunk.
-    """
+    """Run `tasks.apart`; tiles are 128 query rows and `tasks.shape.tile_kv` keys."""
     assert tasks.shape.tile_m == 2 * _GROUP_ROWS.value
     _, _, num_kv_heads, head_dim = kv.k_cache.shape
     tile_kv, half = tasks.shape.tile_kv, head_dim // 2
@@ -392,7 +364,6 @@ def unmasked_prefill_hopper(
         head_dim,
         head_dim,
         tile_kv,
-        keeps_queries,
         is_turned,
         num_warps=4,
     )
