@@ -369,14 +369,14 @@ def print_summary(sweep: Sweep) -> None:
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw warm requests per second and median TTFT of every run, one group of bars per workload."""
+    """Draw warm requests per second and median TTFT of every run, one column of points per workload."""
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     methods = list(runs[0]["methods"])
-    labels = ["\n".join(f"{key}={value}" for key, value in run["settings"].items()) for run in runs]
+    labels = [label_of(run) for run in runs]
     figure, axes = pyplot.subplots(
         2, 1, figsize=(min(max(6.0, 1.6 * len(runs)), 60.0), 7), layout="constrained", squeeze=False
     )
@@ -386,15 +386,32 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         for place, method in enumerate(methods):
             # Not every run has every method.
             values = [run["methods"].get(method, {"warm": {key: float("nan")}})["warm"][key] for run in runs]
-            axis.bar(
-                [x + place / (len(methods) + 1) for x in range(len(runs))], values, 1 / (len(methods) + 1), label=method
-            )
+            # Points, not bars: a logarithmic axis has no zero for them to stand on.
+            places = [x + (place - (len(methods) - 1) / 2) / (len(methods) + 3) for x in range(len(runs))]
+            axis.plot(places, values, "osD^v"[place % 5], label=method)
         axis.set_title(title)
         axis.set_yscale("log")
-        axis.set_xticks([x + 0.4 for x in range(len(runs))], labels, fontsize=6)
+        for each in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            each(ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+        axis.grid(axis="y", which="both", alpha=0.3)
+        axis.set_xticks(range(len(runs)), labels, fontsize=6)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(methods), fontsize=7)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def label_of(run: dict[str, Any]) -> str:
+    """Return a run's settings in a few lines, and which commit it is of where runs of several are together."""
+    s = run["settings"]
+    lines = [f"budget {s['budget']}"]
+    if "trace" in s:
+        lines = [s["trace"], *lines]
+    else:
+        popularity = f"Zipf {s['alpha']}" if s["alpha"] else "uniform"
+        lines = [popularity, f"{s['documents_per_request']} x {s['document_len']}", *lines]
+    rate = run.get("offered_requests_per_s")
+    lines.append(f"{rate:.1f} requests/s arrive" if rate else "closed loop")
+    return "\n".join([*lines, *run.get("commit", "").split(" with ")])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds docs/benchmarks.md from the JSON files in benchmarks/results/.
+"""Builds docs/benchmarks.md and its figures from the JSON files in benchmarks/results/.
 
 python benchmarks/report.py
 """
@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
 
 INTRODUCTION = """# Benchmarks
 
@@ -55,21 +56,29 @@ def cpu_section(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def provenance_of(report: dict[str, Any]) -> str:
+    """Return what a report was measured on, and what else ran there."""
+    environment = report["environment"]
+    machine = environment["gpu"][0] if environment.get("gpu") else environment["processor"]
+    beside = f" ({report['beside']})" if report.get("beside") else ""
+    return f"{machine}, torch {environment['versions']['torch']}{beside}"
+
+
 def engine_section(report: dict[str, Any]) -> str:
     """Describe what `gpu_engine.py` measured first; the rest is on the GPU pages."""
     lines = [
         "## On a GPU",
         "",
-        f"{report['model']}, {report['environment']['gpu'][0]}, torch {report['environment']['versions']['torch']}, "
-        f"commit {report['commit']}. Time to first token of a 64-token question over ten stored 512-token documents in a "
+        f"{report['model']}, {provenance_of(report)}, commit {report['commit']}. Time to first token of a 64-token question over ten stored 512-token documents in a "
         "new order, one request alone:",
         "",
-        "| method | median | p10-p90 |",
-        "|---|---|---|",
+        "| method | median | p10-p90 | over `rotate_query` |",
+        "|---|---|---|---|",
     ]
     for method, t in report["ttft"].items():
         if "median" in t:
-            lines.append(f"| `{method}` | {t['median']:.1f} ms | {t['p10']:.1f}-{t['p90']:.1f} |")
+            times = report["ttft"]["times_faster_than"].get(method, 1.0)
+            lines.append(f"| `{method}` | {t['median']:.2f} ms | {t['p10']:.1f}-{t['p90']:.1f} | {times:.2f} x |")
     lines += [
         "",
         "Decode, serving at equal memory, and what was missed: [gpu.md](gpu.md). Kernels against their floors: "
@@ -85,23 +94,22 @@ def serving_section(reports: list[dict[str, Any]]) -> str:
         "",
         "`bench_serving.py --combos standard`: all reuse methods on the same requests in the same engine with the same KV "
         "memory. Budget: share of the documents in use that fits. Load: closed loop, or Poisson arrivals at this share of "
-        "what `rotate_query` serves in the closed loop. Warm phase; one run each, so that a few per cent mean nothing. "
+        "what `rotate_query` serves in the closed loop. Warm phase of 32 requests; one run each, so that ten per cent "
+        "mean little. "
         "After each method: its median TTFT over that of `rotate_query`, and the requests/s of `rotate_query` over its own; "
         "below 1 `rotate_query` is the slower one.",
     ]
     for report in reports:
-        environment = report["environment"]
         others = [method for method in report["runs"][0]["methods"] if method != "rotate_query"]
         lines += [
             "",
-            f"**{report['model']}**, {environment['gpu'][0] if environment.get('gpu') else environment['processor']}, "
-            f"torch {environment['versions']['torch']}, commit {report['commit']}; {len(report['left_out'])} combinations "
-            "left out for lack of time.",
+            f"**{report['model']}**, {provenance_of(report)}; {len(report['left_out'])} combinations "
+            f"left out for lack of time. {losses_of(report['runs'], others)}" + repeats_of(report["runs"]),
             "",
             "| alpha | documents | length | budget | load | TTFT p50, p95 ms | requests/s | tokens found | "
             + " | ".join(f"`{method}`" for method in others)
-            + " |",
-            "|" + "---|" * (8 + len(others)),
+            + " | commit |",
+            "|" + "---|" * (9 + len(others)),
         ]
         for run in report["runs"]:
             s, warm = run["settings"], {method: phases["warm"] for method, phases in run["methods"].items()}
@@ -116,9 +124,46 @@ def serving_section(reports: list[dict[str, Any]]) -> str:
             lines.append(
                 f"| {s['alpha']} | {s['documents_per_request']} | {s['document_len']} | {s['budget']} "
                 f"| {s['load'] or 'closed'} | {ours['ttft_p50_ms']:.0f}, {ours['ttft_p95_ms']:.0f} "
-                f"| {ours['requests_per_s']:.1f} | {ours['hit_rate']:.0%} | {' | '.join(gains)} |"
+                f"| {ours['requests_per_s']:.1f} | {ours['hit_rate']:.0%} | {' | '.join(gains)} "
+                f"| {run.get('commit', report['commit'])} |"
             )
+        figure = figure_of(report)
+        if figure.exists():
+            lines += ["", f"![Requests per second and median TTFT of {report['model']}](images/{figure.name})"]
     return "\n".join(lines) + "\n"
+
+
+def losses_of(runs: list[dict[str, Any]], others: list[str]) -> str:
+    """Say in how many comparisons `rotate_query` is the slower one, and how much at most."""
+    pairs = [
+        (run["methods"]["rotate_query"]["warm"], run["methods"][method]["warm"])
+        for run in runs
+        for method in others
+        if method in run["methods"]
+    ]
+    rates = [ours["requests_per_s"] / other["requests_per_s"] for ours, other in pairs]
+    ttfts = [other["ttft_p50_ms"] / ours["ttft_p50_ms"] for ours, other in pairs]
+    said = [
+        f"{sum(ratio < 1 for ratio in ratios)} times {what} (at worst {min(ratios):.2f} x)"
+        for what, ratios in (("fewer requests/s", rates), ("the longer median TTFT", ttfts))
+    ]
+    return f"In {len(pairs)} comparisons `rotate_query` has {' and '.join(said)}."
+
+
+def repeats_of(runs: list[dict[str, Any]]) -> str:
+    """Say how far `rotate_query` was from itself where a combination was measured more than once."""
+    rates: dict[str, list[float]] = {}
+    for run in runs:
+        rate = run["methods"]["rotate_query"]["warm"]["requests_per_s"]
+        rates.setdefault(json.dumps(run["settings"]), []).append(rate)
+    spreads = [max(x) / min(x) - 1 for x in rates.values() if len(x) > 1]
+    shown = ", ".join(f"{spread:.0%}" for spread in spreads)
+    return f" Measured twice, its requests/s differ by {shown}." if spreads else ""
+
+
+def figure_of(report: dict[str, Any]) -> Path:
+    """Return where the figure of a serving report is."""
+    return IMAGES / f"serving_{report['model'].split()[0]}.png"
 
 
 def build_page() -> str:
@@ -140,5 +185,10 @@ def within_house_width(text: str) -> str:
 
 
 if __name__ == "__main__":
+    from bench_serving import plot
+
+    for path in RESULTS.glob("serving_*.json"):
+        report = json.loads(path.read_text())
+        plot(report["runs"], figure_of(report))
     PAGE.write_text(build_page())
     print(f"written to {PAGE.relative_to(ROOT)}")
