@@ -45,7 +45,7 @@ from lazyattention.utils.environment import describe_environment
 
 # Plain text, as a prompt of 96 tokens and its next 64: does the adapter leave ordinary use alone?
 _PLAIN_PROMPT_LEN, _PLAIN_TARGET_LEN = 96, 64
-_PLAIN_NAME = "plain_text_nll.json"
+PLAIN_NAME = "plain_text_nll.json"
 # What the samples of a base run are made of; variants with other prompts make their own.
 _TRAIN, _TRAIN_DOCUMENTS = "nq-train:nq-open-oracle.jsonl.gz", (10, 10)
 _STARTED_S = time.perf_counter()
@@ -89,7 +89,6 @@ def main() -> None:
             make_samples(arguments, loaded)
             save("samples")
         measure_stage(arguments, loaded, "unadapted", result)
-        (out / _PLAIN_NAME).write_text(json.dumps(result["plain_text_nll"]["unadapted"]))
         save("measure unadapted")
         if arguments.stage == "unadapted":
             return
@@ -101,7 +100,7 @@ def main() -> None:
     if arguments.stage == "train":
         return
     if arguments.base is not None:
-        result["plain_text_nll"]["unadapted"] = json.loads((base / _PLAIN_NAME).read_text())
+        result["plain_text_nll"]["unadapted"] = json.loads((base / "unadapted" / PLAIN_NAME).read_text())
         for task in arguments.tasks:
             result["tasks"][task] = {"unadapted": summarize(read_records(base / "unadapted" / task))}
     result["training"] = json.loads((adapter / REPORT_NAME).read_text())
@@ -220,10 +219,14 @@ def measure_stage(arguments: argparse.Namespace, loaded: LoadedModel, stage: str
         group_size=arguments.group_size,
         num_timed=arguments.num_timed,
     )
-    result["plain_text_nll"][stage] = []
+    plain = arguments.out / stage / PLAIN_NAME
     numbers = dict(zip(arguments.tasks, arguments.num_questions, strict=True))
     for max_chunk_len in sorted({TASKS[name].max_chunk_len for name in arguments.tasks}, reverse=True):
         engine = Engine(loaded, engine_config(arguments, max_chunk_len=max_chunk_len))
+        if stage not in result["plain_text_nll"]:
+            result["plain_text_nll"][stage] = plain_text_nlls(arguments, engine)
+            plain.parent.mkdir(parents=True, exist_ok=True)
+            plain.write_text(json.dumps(result["plain_text_nll"][stage]))
         calibrate_options(arguments, engine, result.setdefault("calibrations", {}).setdefault(stage, {}))
         for name, num_questions in numbers.items():
             if TASKS[name].max_chunk_len != max_chunk_len:
@@ -236,8 +239,6 @@ def measure_stage(arguments: argparse.Namespace, loaded: LoadedModel, stage: str
             entry["loss"] = {option: asdict(loss_of(records, option, name)) for option in arguments.options}
             result["tasks"].setdefault(name, {})[stage] = entry
             print(f"  {arguments.out.name} {stage} {name}: {len(records)}, {entry['seconds']} s", flush=True)
-        if not result["plain_text_nll"][stage]:
-            result["plain_text_nll"][stage] = plain_text_nlls(arguments, engine)
         engine.model_runner.kv_pool.layers.clear()
         del engine
         if torch.cuda.is_available():

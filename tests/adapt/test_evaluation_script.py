@@ -63,9 +63,16 @@ def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_adapt.py", *variant.split()])
     script.main()
     combine = importlib.import_module("combine")
-    combined = combine.combine(tmp_path, "out")
+    combined = combine.combine(tmp_path, "out", "out")
     assert set(combined["variants"]) == {"out", "v"}
     assert combined["variants"]["v"]["config"]["seed"] == 1
     assert combined["retained_share"] == result["retained_share"]
+    assert combined["variants"]["v"]["tasks"]["needle-2"]["num_questions"] == 3
+    assert combined["plain_text_nll_difference"] == result["plain_text_nll_difference"]
+    # A run cut short counts with the questions it has.
+    records = tmp_path / "v" / "adapted" / "needle-2" / "records.jsonl"
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:2]))
+    cut = combine.combine(tmp_path, "out", "out")["variants"]["v"]["tasks"]["needle-2"]
+    assert cut["num_questions"] == cut["against_unadapted_full"]["isolated"]["gold_nll"]["num_questions"] == 2
     combine.print_table(combined)
     assert "stock isolated" in capsys.readouterr().out
