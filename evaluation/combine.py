@@ -18,7 +18,7 @@ from lazyattention.quality.report import summarize, summarize_against
 from lazyattention.quality.statistics import paired_difference
 
 _METRICS = ("gold_greedy", "containment", "exact_match", "f1", "gold_nll", "kl", "nll", "agreement")
-_REPORT_NAME, _PLAIN_NAME = "adapt.json", "plain_text_nll.json"
+REPORT_NAME, _PLAIN_NAME = "adapt.json", "plain_text_nll.json"
 
 
 def main() -> None:
@@ -35,10 +35,10 @@ def main() -> None:
     print_table(result)
 
 
-def combine(study: Path, main_name: str, base_name: str) -> dict[str, Any]:
+def combine(study: Path, main_name: str, base_name: str = "base") -> dict[str, Any]:
     """Return the main run with a summary of every variant that was trained under `variants`."""
     base = read_stage(study / base_name / "unadapted")
-    trained = sorted(path.parent.parent.name for path in study.glob(f"*/adapter/{_REPORT_NAME}"))
+    trained = sorted(path.parent.parent.name for path in study.glob(f"*/adapter/{REPORT_NAME}"))
     if main_name not in trained:
         raise SystemExit(f"{study} holds no trained variant {main_name!r}; trained are: {', '.join(trained) or 'none'}")
     variants = {name: variant(study / name, base, study / base_name) for name in trained}
@@ -50,7 +50,7 @@ def combine(study: Path, main_name: str, base_name: str) -> dict[str, Any]:
     result = {
         **{key: run[key] for key in ("model", "environment", "arguments")},
         "main_variant": main_name,
-        "training": json.loads((study / main_name / "adapter" / _REPORT_NAME).read_text(encoding="utf-8")),
+        "training": json.loads((study / main_name / "adapter" / REPORT_NAME).read_text(encoding="utf-8")),
         "tasks": tasks,
         "against_unadapted_full": {name: task["against_unadapted_full"] for name, task in main_run["tasks"].items()},
         "retained_share": {name: task["retained_share"] for name, task in main_run["tasks"].items()},
@@ -72,7 +72,7 @@ def read_stage(folder: Path) -> dict[str, list[Record]]:
 
 def variant(folder: Path, base: dict[str, list[Record]], base_folder: Path) -> dict[str, Any]:
     """Return one variant's options that matter, training and scores; it may have been trained and not yet measured."""
-    training = json.loads((folder / "adapter" / _REPORT_NAME).read_text(encoding="utf-8"))
+    training = json.loads((folder / "adapter" / REPORT_NAME).read_text(encoding="utf-8"))
     trained_option = "isolated" if training["config"]["chunk"]["encoding"] == "isolated" else "after_preamble"
     tasks = {}
     for name, records in read_stage(folder / "adapted").items():

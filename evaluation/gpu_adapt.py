@@ -7,18 +7,17 @@ DATA holds nq-open-oracle.jsonl.gz and hotpotqa_100.json. Training sees Natural 
 articles than are tested. Everything runs in the real engine. OUT receives NAME-adapt.json (after every stage, so that a
 run cut short leaves what it has) and the records of both runs; it goes on where it stopped.
 
-Variants of one study (other seeds, ranks, amounts of data) run side by side, each a process of its own, and share what does
-not depend on them:
+Variants of one study (other seeds, ranks, amounts of data) share what does not depend on them; `study.py` runs them all:
 
     ... --out study/base --stage unadapted      # the model as dense weights, its training samples, its records
     ... --out study/seed-1 --base study/base --seed 1
-    python3 evaluation/combine.py study --main seed-0 --output evaluation/results/NAME-adapt.json
 """
 
 import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,12 @@ _PLAIN_PROMPT_LEN, _PLAIN_TARGET_LEN = 96, 64
 PLAIN_NAME = "plain_text_nll.json"
 # What the samples of a base run are made of; variants with other prompts make their own.
 _TRAIN, _TRAIN_DOCUMENTS = "nq-train:nq-open-oracle.jsonl.gz", (10, 10)
-_STARTED_S = time.perf_counter()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run all stages that are not done yet."""
-    arguments = parse()
+    started_s = time.perf_counter()
+    arguments = parse(argv)
     out: Path = arguments.out
     base: Path = arguments.base or out
     out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +77,7 @@ def main() -> None:
     }
 
     def save(stage: str) -> None:
-        result["seconds"][stage] = round(time.perf_counter() - _STARTED_S, 1)
+        result["seconds"][stage] = round(time.perf_counter() - started_s, 1)
         result_path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{out.name}: {stage}: {result['seconds'][stage]} s", flush=True)
 
@@ -112,7 +111,7 @@ def main() -> None:
     print_table(result)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or GGUF file")
@@ -158,7 +157,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-blocks", type=int, help="KV blocks of the engine")
     parser.add_argument("--compile", action="store_true", help="compile layers and record graphs; slower to start")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if len(arguments.num_questions) == 1:
         arguments.num_questions *= len(arguments.tasks)
     if len(arguments.num_questions) != len(arguments.tasks):

@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def script(monkeypatch):
     folder = Path(__file__).parents[2] / "evaluation"
     monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module("gpu_adapt")
-    for name in ("gpu_adapt", "combine", "tasks"):
+    for name in ("gpu_adapt", "combine", "study", "tasks"):
         sys.modules.pop(name, None)
 
 
@@ -76,3 +77,56 @@ def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
     assert cut["num_questions"] == cut["against_unadapted_full"]["isolated"]["gold_nll"]["num_questions"] == 2
     combine.print_table(combined)
     assert "stock isolated" in capsys.readouterr().out
+
+
+def test_a_plan_is_run_variant_by_variant_and_goes_on(script, tmp_path, monkeypatch, capsys):
+    model = tiny_model(num_hidden_layers=2, hidden_size=32, intermediate_size=48, max_position_embeddings=8192)
+    folder = save_tiny(tmp_path / "model", model)
+    needle = script.TASKS["needle-10"]
+    monkeypatch.setattr(script, "TASKS", {"needle-2": needle.__class__(needle.dataset, None, 2, 3)})
+    monkeypatch.setattr(script, "_PLAIN_PROMPT_LEN", 12)
+    monkeypatch.setattr(script, "_PLAIN_TARGET_LEN", 4)
+    monkeypatch.setattr(script, "_TRAIN", "needle")
+    plan = {
+        "name": "tiny",
+        "main": "first",
+        "common": "--train needle --train-questions 6 --train-documents 2 2 --rank 4 --max-tokens 3 --num-plain 2 "
+        "--num-blocks 1200 --max-steps 2 --eval-steps 1 --tasks needle-2 --num-questions 3 --options after_preamble",
+        "base": "",
+        "variants": {"first": "", "broken": "--train nowhere", "second": "--seed 1"},
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    study = importlib.import_module("study")
+    arguments = ["study.py", str(tmp_path / "plan.json"), "--model", str(folder), "--data-folder", str(tmp_path)]
+    arguments += ["--study", str(tmp_path / "study"), "--output", str(tmp_path / "result.json")]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--only", "fist"])
+    with pytest.raises(SystemExit):
+        study.main()
+    assert "no variants fist; there are first, broken, second" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*arguments, "--minutes", "0"])
+    study.main()  # the base alone
+    assert "no time left for first" in capsys.readouterr().out
+    assert not (tmp_path / "result.json").exists()
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="failed: broken"):
+        study.main()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert set(result["variants"]) == {"first", "second"}
+    assert result["variants"]["second"]["config"]["seed"] == 1
+    assert set(result["retained_share"]) == {"needle-2"}
+    # Again: only what failed.
+    ran = []
+    monkeypatch.setattr(script, "main", lambda argv: ran.append(argv[argv.index("--out") + 1]))
+    study.main()
+    assert [Path(folder).name for folder in ran] == ["broken"]
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "evaluation" / "plans").glob("*.json")), ids=str)
+def test_plans_are_of_arguments_and_tasks_that_exist(script, path):
+    plan = json.loads(path.read_text())
+    for line in (plan["base"], *plan["variants"].values()):
+        argv = shlex.split(f"--model m --data-folder d --out o {plan['common']} {line}")
+        arguments = script.parse(argv)
+        assert set(arguments.tasks) <= set(script.TASKS)
+        assert all(script.reuse_option(name) for name in [*arguments.options, arguments.train_option])
+    assert plan["main"] in plan["variants"]
