@@ -249,12 +249,15 @@ class Sweep:
                 self._measure(settings, at_rate(workload, self._arguments.rate), budget)
                 yield
             return
-        for combo in combos_of(self._arguments):
+        combos = combos_of(self._arguments)
+        # Whatever has not run, also in the report of a sweep that is stopped from outside.
+        self.left_out += [combo.settings() for combo in combos]
+        for combo in combos:
             workload = workload_of(combo, self._arguments)
             expected_s = self._s_per_prompt_token * _num_prompt_tokens(workload)
             if time.monotonic() + expected_s > self._deadline_s:
-                self.left_out.append(combo.settings())
                 continue
+            self.left_out.remove(combo.settings())
             try:
                 self._run_combo(combo, workload)
             except LazyAttentionError as error:  # one that fails must not cost the others

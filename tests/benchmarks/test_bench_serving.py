@@ -104,6 +104,23 @@ def test_shards_and_time_budget_leave_out_by_name(tmp_path, few_combos, monkeypa
     assert report["left_out"] == [few_combos[3].settings()]
 
 
+def test_a_sweep_stopped_from_outside_says_what_did_not_run(tmp_path, few_combos, monkeypatch):
+    measure, calls = bench_serving.Sweep._measure, []
+
+    def stopped(sweep, *arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(sweep, *arguments)
+
+    monkeypatch.setattr(bench_serving.Sweep, "_measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_standard(tmp_path)
+    report = json.loads((tmp_path / "serving.json").read_text())
+    assert [run["settings"] for run in report["runs"]] == [combo.settings() for combo in few_combos[:2]]
+    assert report["left_out"] == [combo.settings() for combo in few_combos[2:]]
+
+
 def test_a_combination_that_fails_costs_no_other(tmp_path, few_combos, monkeypatch):
     few_combos.insert(1, Combo(1.0, 5, "900", 1.0))  # never fits into the pool
     monkeypatch.setattr(bench_serving, "standard_combos", lambda: list(few_combos))
