@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from tasks import TASKS
 
 from lazyattention.adapt.config import AdaptConfig
+from lazyattention.adapt.objectives import OBJECTIVES
 from lazyattention.adapt.workflow import REPORT_NAME, SAMPLES_NAME, AdaptRequest, prepare_samples, run_adapt
 from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.calibration import find_calibration, remember_calibration
@@ -299,7 +300,7 @@ def make_samples(arguments: argparse.Namespace, loaded: LoadedModel) -> None:
 def adapt_stage(arguments: argparse.Namespace, loaded: LoadedModel, adapter: Path) -> None:
     """Train the adapter; its folder keeps samples, log and checkpoint."""
     shared = (arguments.base or arguments.out) / "samples" / SAMPLES_NAME
-    is_alike = arguments.objective == "distill" and arguments.train == _TRAIN
+    is_alike = not OBJECTIVES[arguments.objective].needs_answers and arguments.train == _TRAIN
     if shared.exists() and is_alike and tuple(arguments.train_documents) == _TRAIN_DOCUMENTS:
         adapter.mkdir(parents=True, exist_ok=True)
         lines = shared.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -16,7 +16,7 @@ from fixtures.tiny_tokenizer import tiny_tokenizer
 from lazyattention.adapt import workflow
 from lazyattention.adapt.cli import read_range
 from lazyattention.adapt.config import AdaptConfig
-from lazyattention.adapt.objectives import OBJECTIVES, distill_loss, labels_loss
+from lazyattention.adapt.objectives import OBJECTIVES, distill_loss, distill_tokens_loss, labels_loss
 from lazyattention.adapt.rows import TrainingRow, make_batch
 from lazyattention.adapt.samples import Sample
 from lazyattention.adapt.trainer import Trainer, cut_by_tokens, split_samples
@@ -263,6 +263,12 @@ def test_the_objectives_are_what_they_say():
     more = distill_loss(student, teacher, batch, 0.1)
     assert bool((more > torch.stack(answer)).all())
     assert float(distill_loss(teacher, teacher, batch, 0.1).abs().max()) < 1e-6
+    # Three answer tokens that count the same, the question beside them as before.
+    per_token = distill_tokens_loss(student, teacher, batch, 0.0)
+    torch.testing.assert_close(per_token.mean(), (2 * answer[0] + answer[1]) / 3)
+    torch.testing.assert_close(
+        distill_tokens_loss(student, teacher, batch, 0.1) - per_token, more - torch.stack(answer), rtol=1e-4, atol=1e-6
+    )
     nll = [
         -student[mask].log_softmax(-1)[range(len(a)), a].mean() for mask, a in zip(masks, ([7, 8], [9]), strict=True)
     ]

@@ -39,7 +39,11 @@ def adapt_command(
         str, typer.Option(help="Documents per prompt: a number, or a range such as 2-10.")
     ] = "5-10",
     objective: Annotated[
-        str, typer.Option(help="distill = the model's own full-attention answers, no labels; labels = gold answers.")
+        str,
+        typer.Option(
+            help="distill = the model's own full-attention answers, no labels; distill_tokens = the same, long answers "
+            "counting more; labels = gold answers."
+        ),
     ] = "distill",
     system: Annotated[str | None, typer.Option(help='System message; "" = none.', show_default="short answers")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,

@@ -12,7 +12,8 @@ class AdaptConfig:
     """How the adapter is trained.
 
     Attributes:
-        objective: "distill" (the model's own full-attention answers, no labels) or "labels" (gold answers).
+        objective: "distill" (the model's own full-attention answers, no labels), "distill_tokens" (the same, every answer
+            token counting alike instead of every prompt) or "labels" (gold answers).
         chunk: How documents are encoded, placed and looked at; the engine's options, for which the adapter is made.
         rank: Of the LoRA matrices.
         alpha: LoRA's scale is alpha / rank.
