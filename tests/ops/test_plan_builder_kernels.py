@@ -88,6 +88,16 @@ def test_rows_kept_between_steps_are_those_of_the_requests_there_are(courses):
         assert list(zip(*(a.tolist() for a in groups), strict=True)) == want
 
 
+def test_requests_may_come_in_any_sequence():
+    builder = PlanBuilder(block_size=BLOCK_SIZE, device="cpu", table_entries=64)
+    ids = [builder.add_range([i], 3, 0) for i in range(2)]
+    requests = tuple(RequestRows(np.array([i]), np.zeros(1, np.int64)) for i in ids)
+    for lens in ([2, 1], [1, 1]):
+        arrays = builder.step(requests, np.array(lens), np.arange(sum(lens)), np.arange(sum(lens))).arrays
+        assert arrays.group_ranges.tolist() == ids
+        assert arrays.group_sizes.tolist() == lens
+
+
 def test_device_tasks_are_kept_while_only_positions_change():
     decoding = Decoding(0, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16))
     layer = Layer()

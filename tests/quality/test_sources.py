@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.quality import sources
 from lazyattention.quality.cli import flags_of
 from lazyattention.quality.examples import QualityExample
-from lazyattention.quality.measure import MeasureConfig
+from lazyattention.quality.measure import MeasureConfig, layout_of
 from lazyattention.quality.output import hold_output, is_kept, write_whole
 from lazyattention.quality.request import QualityRequest
 from lazyattention.quality.sources import check_data, collect_examples, refuse_too_long
@@ -127,7 +128,26 @@ def test_a_prompt_that_is_too_long_is_named_before_any_is_asked(tmp_path, engine
     for run in (run_quality, run_calibration):
         with pytest.raises(ConfigError, match="question 'b'"):
             run(engine, request_of(tmp_path, path))
+    sets = [write(tmp_path / f"{one.id}.jsonl", one.to_dict()) for one in (short, long)]
+    with pytest.raises(ConfigError, match="question 'b'"):
+        run_quality(engine, request_of(tmp_path, *sets, output=tmp_path / "sets"))
     assert engine.stats.num_steps == 0
+
+
+def test_what_options_add_to_a_prompt_counts_too(tmp_path):
+    example = QualityExample("a", "who?", (Document("the cape"),) * 9, ("x",))
+    options = ("after_preamble", "separator")
+    request = request_of(tmp_path, write(tmp_path / "q.jsonl", example.to_dict()))
+    request = replace(request, config=replace(request.config, options=options))
+    loaded = loaded_tiny(num_hidden_layers=2)
+    num_tokens = layout_of(make_engine(loaded), example, request.config.system).num_tokens
+    engine = make_engine(loaded, block_size=8, num_blocks=600, max_model_len=num_tokens + request.config.max_tokens)
+    for run in (run_quality, run_calibration):
+        with pytest.raises(ConfigError, match="question 'a' has .* max_model_len"):
+            run(engine, request)
+    assert engine.stats.num_steps == 0
+    plain = replace(request, config=replace(request.config, options=options[:1]), output=tmp_path / "plain")
+    assert run_quality(engine, plain)["all"]["num_questions"] == 1
 
 
 def test_questions_are_asked_once_and_never_taken_for_those_of_other_options(tmp_path, notes, engine, asks):

@@ -104,7 +104,8 @@ def prepare_samples(engine: Engine, request: AdaptRequest) -> list[Sample]:
     path = request.output / SAMPLES_NAME
     has_samples = is_kept(path, request.output / MADE_NAME, describe_samples(engine, request))
     examples = [] if has_samples else collect_examples(engine, request)
-    refuse_too_long(engine, examples, system=request.system, max_tokens=request.max_tokens)
+    chunk_options = (request.config.chunk,)
+    refuse_too_long(engine, examples, system=request.system, max_tokens=request.max_tokens, chunk_options=chunk_options)
     with progress_bar("answering", len(examples), is_enabled=request.progress) as advance:
         return answer_samples(
             engine,

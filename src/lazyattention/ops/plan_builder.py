@@ -312,4 +312,4 @@ def _num_equal(one: Sequence[RequestRows], other: Sequence[RequestRows]) -> int:
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
-    return next(compress(count(), map(is_not, one, other)))
+    return next(compress(count(), map(is_not, one, other)), most)  # a list and a tuple are not equal

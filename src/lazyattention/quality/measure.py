@@ -33,9 +33,9 @@ RECORDS_NAME = "records.jsonl"
 RUN_NAME = "run.json"
 # Smaller is better; without gold answers the last one is missing, as are the shares below.
 DISTANCES = ("nll", "kl", "gold_nll")
-# Larger is better, between 0 and 1.
 # What an option costs once the documents are stored, measured one question at a time.
 COSTS = ("computed_share", "ttft_s")
+# Larger is better, between 0 and 1.
 SHARES = ("agreement", "gold_greedy", "exact_match", "f1", "containment")
 
 

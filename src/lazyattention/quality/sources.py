@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lazyattention.config import ChunkOptions
 from lazyattention.documents.document import Document
 from lazyattention.documents.readers import read_documents
 from lazyattention.documents.retrieval import BM25Retriever
@@ -13,10 +14,12 @@ from lazyattention.errors import ConfigError
 from lazyattention.quality.datasets import build_dataset, find_dataset, is_builtin
 from lazyattention.quality.examples import QualityExample, digest_examples, read_examples, read_lines
 from lazyattention.quality.measure import RUN_NAME, answer_token_ids, layout_of
+from lazyattention.quality.options import REUSE_METHOD
 from lazyattention.quality.output import is_kept, write_whole
 from lazyattention.quality.progress import progress_bar
 from lazyattention.quality.questions import passages_of, write_questions
 from lazyattention.quality.request import QualityRequest
+from lazyattention.reuse import REUSE_METHODS
 from lazyattention.utils.hashing import digest_fields
 from lazyattention.utils.logging import get_logger
 
@@ -174,19 +177,29 @@ def check_same_questions(other: Path, name: str, examples: Sequence[QualityExamp
         )
 
 
-def refuse_too_long(engine: Engine, examples: Sequence[QualityExample], *, system: str, max_tokens: int) -> None:
-    """Find prompts that do not fit before the first of them is asked, not hours later.
+def refuse_too_long(
+    engine: Engine,
+    examples: Sequence[QualityExample],
+    *,
+    system: str,
+    max_tokens: int,
+    chunk_options: Sequence[ChunkOptions] = (),
+) -> None:
+    """Find prompts that do not fit, with full attention or any of the chunk options, before the first one is asked.
 
     Raises:
         ConfigError: One does not.
     """
+    chunkings = [engine.prompts.chunking(options) for options in chunk_options]
     for example in examples:
         layout = layout_of(engine, example, system)
+        plans = [REUSE_METHODS[REUSE_METHOD].plan(layout, chunking) for chunking in chunkings]
+        num_prompt = max([layout.num_tokens, *(plan.num_positions for plan in plans)])
         num_gold = len(answer_token_ids(engine, layout, example.answers[0])) if example.answers else 0
         num_answer = max(max_tokens, num_gold)
-        if layout.num_tokens + num_answer > engine.max_model_len:
+        if num_prompt + num_answer > engine.max_model_len:
             raise ConfigError(
-                f"question {example.id!r} has {layout.num_tokens} tokens with its documents ({len(example.documents)}), "
+                f"question {example.id!r} has {num_prompt} tokens with its documents ({len(example.documents)}), "
                 f"and its answer up to {num_answer}, but max_model_len is {engine.max_model_len}; give fewer documents "
                 "(num_documents) or shorter ones, or leave the question out"
             )

@@ -12,6 +12,7 @@ from lazyattention.engine.engine import Engine
 from lazyattention.engine.gate import remember_loss
 from lazyattention.quality.calibrate import MAX_TRIALS, calibrate
 from lazyattention.quality.datasets import is_builtin
+from lazyattention.quality.examples import QualityExample
 from lazyattention.quality.measure import Record, measure, read_records
 from lazyattention.quality.options import reuse_option
 from lazyattention.quality.output import hold_output
@@ -41,20 +42,20 @@ def run_quality(engine: Engine, request: QualityRequest) -> dict[str, Any]:
 
 
 def _run_quality(engine: Engine, request: QualityRequest) -> dict[str, Any]:
+    asked = _collect(engine, request)
+    if request.against is not None:
+        for name, examples in asked:
+            check_same_questions(request.against, name, examples)
+    _check_lengths(engine, asked, request)
     sets: dict[str, Any] = {}
     everything: list[Record] = []
-    for source in request.data:
-        for name, examples in collect_examples(engine, source, request):
-            folder = request.output / name
-            if request.against is not None:
-                check_same_questions(request.against, name, examples)
-            refuse_too_long(engine, examples, system=request.config.system, max_tokens=request.config.max_tokens)
-            with progress_bar(f"measuring {name}", len(examples), is_enabled=request.progress) as advance:
-                records = measure(engine, examples, request.config, folder, on_done=advance)
-            everything += records
-            sets[name] = summarize(records)
-            if request.against is not None:
-                sets[name]["against"] = summarize_against(records, read_records(request.against / name))
+    for name, examples in asked:
+        with progress_bar(f"measuring {name}", len(examples), is_enabled=request.progress) as advance:
+            records = measure(engine, examples, request.config, request.output / name, on_done=advance)
+        everything += records
+        sets[name] = summarize(records)
+        if request.against is not None:
+            sets[name]["against"] = summarize_against(records, read_records(request.against / name))
     report: dict[str, Any] = {
         "model": engine.loaded.name,
         "weights_id": engine.loaded.weights_id,
@@ -91,9 +92,9 @@ def run_calibration(engine: Engine, request: QualityRequest) -> dict[str, Any]:
 
 
 def _run_calibration(engine: Engine, request: QualityRequest) -> dict[str, Any]:
-    sets = [examples for source in request.data for _, examples in collect_examples(engine, source, request)]
-    examples = [example for one in sets for example in one]
-    refuse_too_long(engine, examples, system=request.config.system, max_tokens=request.config.max_tokens)
+    asked = _collect(engine, request)
+    _check_lengths(engine, asked, request)
+    examples = [example for _, one in asked for example in one]
     found = {}
     for name in request.config.options:
         options = reuse_option(name).chunk_options(engine.config.chunk)
@@ -111,6 +112,20 @@ def _run_calibration(engine: Engine, request: QualityRequest) -> dict[str, Any]:
         path = remember_calibration(engine.loaded.weights_id, config, calibration)
         found[name] = {**asdict(calibration), "file": str(path)}
     return found
+
+
+def _collect(engine: Engine, request: QualityRequest) -> list[tuple[str, list[QualityExample]]]:
+    """Return all sets, name and examples, so that what is wrong with one is said before any is asked."""
+    return [one for source in request.data for one in collect_examples(engine, source, request)]
+
+
+def _check_lengths(engine: Engine, asked: Sequence[tuple[str, list[QualityExample]]], request: QualityRequest) -> None:
+    config = request.config
+    chunk_options = [reuse_option(name).chunk_options(engine.config.chunk) for name in config.options]
+    for _, examples in asked:
+        refuse_too_long(
+            engine, examples, system=config.system, max_tokens=config.max_tokens, chunk_options=chunk_options
+        )
 
 
 def _remember(engine: Engine, records: Sequence[Record], request: QualityRequest) -> None:
