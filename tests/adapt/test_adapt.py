@@ -160,9 +160,9 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path, monkeypatch
     losses = Trainer._losses
     calls = []
 
-    def sometimes_nan(self, rows, **more):
+    def sometimes_nan(self, rows, step_rows, **more):
         calls.append(more["question_weight"])
-        found = losses(self, rows, **more)
+        found = losses(self, rows, step_rows, **more)
         is_training = more["question_weight"] > 0
         return found * float("nan") if is_training and self.log.num_steps == 1 else found
 
@@ -172,7 +172,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path, monkeypatch
     assert log.num_steps == 6
     assert math.isnan(log.losses[1])
     assert all(bool(param.isfinite().all()) for param in trainer.params)
-    monkeypatch.setattr(Trainer, "_losses", lambda self, rows, **more: losses(self, rows, **more) * float("nan"))
+    monkeypatch.setattr(Trainer, "_losses", lambda self, *rows, **more: losses(self, *rows, **more) * float("nan"))
     with pytest.raises(LazyAttentionError, match="not finite"):
         trainer_of(tmp_path / "absent", replace(SMALL, max_steps=50, eval_steps=50)).train()
 
@@ -206,7 +206,8 @@ def test_checkpointed_layers_give_the_same_gradients_and_recompute(tmp_path):
         layer = loaded.model.model.layers[0]
         calls = []
         layer.self_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-        loss = trainer._losses(trainer._rows_of_step(0), question_weight=0.1).sum()
+        rows = trainer._rows_of_step(0)
+        loss = trainer._losses(rows, rows, question_weight=0.1).sum()
         num_forward = len(calls)
         loss.backward()
         return [param.grad for param in trainer.params], len(calls) - num_forward
@@ -216,6 +217,26 @@ def test_checkpointed_layers_give_the_same_gradients_and_recompute(tmp_path):
     assert (num_plain, num_again) == (0, 1)
     for one, other in zip(plain, again, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+def test_how_prompts_are_cut_into_forward_passes_changes_neither_loss_nor_gradients(objective, tmp_path):
+    """Answers of 1 and of 12 tokens: who shares a pass must not matter."""
+    found = []
+    for limit in (1, 10_000):
+        config = replace(SMALL, objective=objective, micro_batch_tokens=limit, full_share=0.0)
+        trainer = trainer_of(tmp_path / "absent", config)
+        samples = [*trainer.training, *trainer.held_out]
+        mixed = [replace(sample, answer=(7,) * (1, 12)[n % 2]) for n, sample in enumerate(samples)]
+        trainer.training, trainer.held_out = mixed[:-2], mixed[-2:]
+        gradients = []
+        trainer.optimizer.step = lambda t=trainer, g=gradients: g.extend(param.grad.clone() for param in t.params)
+        trainer._step()
+        found.append((trainer.held_out_loss("rotate_query"), trainer.log.losses[0], gradients))
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-4)
+    assert any(bool(one.any()) for one in found[1][2])
+    for one, other in zip(found[0][2], found[1][2], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
 def test_every_prompt_is_seen_once_an_epoch_and_some_with_full_attention(tmp_path):

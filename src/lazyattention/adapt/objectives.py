@@ -42,13 +42,13 @@ def distill_loss(
 def distill_tokens_loss(
     student: torch.Tensor, teacher: torch.Tensor | None, batch: TrainingBatch, question_weight: float
 ) -> torch.Tensor:
-    """As `distill_loss`, but every answer token of the batch counts the same, not every prompt.
+    """As `distill_loss`, but every answer token of a step counts the same, not every prompt.
 
     With a mean per prompt, ending a short answer counts more than going on with a long one; answers become shorter.
     """
     answer, question = _row_kls(student, teacher, batch, question_weight)
     lengths = torch.bincount(batch.kept_rows[batch.answer_mask], minlength=batch.num_rows).to(answer.dtype)
-    return answer * (lengths / lengths.mean()) + question_weight * question
+    return answer * (lengths / batch.mean_answer_len) + question_weight * question
 
 
 def labels_loss(
