@@ -43,6 +43,8 @@ def combine(study: Path, main_name: str, base_name: str = "base") -> dict[str, A
         raise SystemExit(f"{study} holds no trained variant {main_name!r}; trained are: {', '.join(trained) or 'none'}")
     variants = {name: variant(study / name, base, study / base_name) for name in trained}
     main_run = variants[main_name]
+    training = json.loads((study / main_name / "adapter" / REPORT_NAME).read_text(encoding="utf-8"))
+    training["data"] = [without_folder(source) for source in training["data"]]
     (run,) = (json.loads(path.read_text(encoding="utf-8")) for path in (study / main_name).glob("*-adapt.json"))
     tasks = {name: {"unadapted": summarize(records)} for name, records in base.items()}
     for name, records in read_stage(study / main_name / "adapted").items():
@@ -50,7 +52,7 @@ def combine(study: Path, main_name: str, base_name: str = "base") -> dict[str, A
     result = {
         **{key: run[key] for key in ("model", "environment", "arguments")},
         "main_variant": main_name,
-        "training": json.loads((study / main_name / "adapter" / REPORT_NAME).read_text(encoding="utf-8")),
+        "training": training,
         "tasks": tasks,
         "against_unadapted_full": {name: task["against_unadapted_full"] for name, task in main_run["tasks"].items()},
         "retained_share": {name: task["retained_share"] for name, task in main_run["tasks"].items()},
@@ -62,6 +64,12 @@ def combine(study: Path, main_name: str, base_name: str = "base") -> dict[str, A
         found = json.loads(options[0].read_text(encoding="utf-8"))["tasks"]
         result["options"] = {name: stages["unadapted"] for name, stages in found.items()}
     return result
+
+
+def without_folder(source: str) -> str:
+    """Return data as it was named, a file by its name alone: where it lay says nothing."""
+    name, colon, file = source.partition(":")
+    return f"{name}{colon}{Path(file).name}" if colon else Path(name).name
 
 
 def read_stage(folder: Path) -> dict[str, list[Record]]:

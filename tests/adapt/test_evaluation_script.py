@@ -64,7 +64,10 @@ def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_adapt.py", *variant.split()])
     script.main()
     combine = importlib.import_module("combine")
+    report = tmp_path / "out" / "adapter" / "adapt.json"
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"data": ["needle", "nq-train:/somewhere/nq.gz"]}))
     combined = combine.combine(tmp_path, "out", "out")
+    assert combined["training"]["data"] == ["needle", "nq-train:nq.gz"]  # not where it lay
     assert set(combined["variants"]) == {"out", "v"}
     assert combined["variants"]["v"]["config"]["seed"] == 1
     assert combined["retained_share"] == result["retained_share"]
