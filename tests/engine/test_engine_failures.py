@@ -84,6 +84,19 @@ def test_sampling_that_raises_fails_the_requests_in_the_step_and_no_others():
     engine.check_idle()
 
 
+def test_broken_bookkeeping_ends_the_engine():
+    """It is no request's failure: going on could serve the KV of something else."""
+    engine = make_engine()
+    engine.add_request("a", prompt("p11 d9 t7"), GREEDY)
+
+    def raise_assertion(step):
+        raise AssertionError("a block has two owners")
+
+    engine.scheduler.advance = raise_assertion
+    with pytest.raises(AssertionError, match="two owners"):
+        drain(engine)
+
+
 def test_a_failed_pass_over_a_shared_chunk_fails_whoever_waits_for_it():
     """One request encodes the chunk in slices, another waits for it without any work of its own in the step."""
     engine = make_engine(max_num_batched_tokens=8)

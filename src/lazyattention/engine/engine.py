@@ -33,6 +33,8 @@ from lazyattention.reuse.recompute import Evidence, Recompute
 from lazyattention.utils.logging import get_logger
 
 if TYPE_CHECKING:
+    import torch
+
     from lazyattention.models.loaded_model import LoadedModel
 
 logger = get_logger(__name__)
@@ -223,12 +225,12 @@ class Engine:
             try:
                 batch = self.model_runner.build_batch(step)
                 batch.observer = self._chooser.watch(step)
-                tokens = self._run(step, batch)
+                logits = self._run(batch)
             except Exception as error:  # whatever the model raises must not take other requests along
-                logger.exception("a forward pass over %d tokens failed", step.num_tokens)
                 self._fail_step(step, error)
             else:
-                changed = self._update(batch, tokens)
+                self.scheduler.advance(step)  # while a GPU still computes
+                changed = self._sample(step, batch, logits)
                 if self._checksums is not None:
                     self._checksums.after_step(step, batch)
         self._choose_blocks()
@@ -260,17 +262,25 @@ class Engine:
 
     # Inside a step ---------------------------------------------------------------------------------------------------
 
-    def _run(self, step: Step, batch: Batch) -> list[SampledToken]:
+    def _run(self, batch: Batch) -> "torch.Tensor":
         started_s = time.perf_counter()
         logits = self.model_runner.run(batch)
         self.stats.forward_s += time.perf_counter() - started_s
-        self.scheduler.advance(step)  # while a GPU still computes
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += batch.num_tokens
+        return logits
+
+    def _sample(self, step: Step, batch: Batch, logits: "torch.Tensor") -> list[RequestGroup]:
+        """Pick a token for each sampled sequence; return the requests that changed."""
         rows = [
             SamplingRow(s.group.params, s.group.prompt_token_ids, s.output_token_ids, s.seed_key) for s in batch.sampled
         ]
-        return self.sampler.sample(logits, rows)
+        try:
+            tokens = self.sampler.sample(logits, rows)
+        except Exception as error:  # here a GPU's results are waited for, and its errors come up
+            self._fail_step(step, error)
+            return []
+        return self._update(batch, tokens)
 
     def _update(self, batch: Batch, tokens: Seq[SampledToken]) -> list[RequestGroup]:
         """Append each sampled token, end what is done; return the requests that changed."""
@@ -337,6 +347,7 @@ class Engine:
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """A forward pass failed: end the requests that had work in it, those waiting for its chunks included."""
+        logger.error("a forward pass over %d tokens failed", step.num_tokens, exc_info=error)
         text = f"the model failed on a batch this request was part of: {type(error).__name__}: {error}"
         failed = error if isinstance(error, LazyAttentionError) else CapacityError(text)
         groups = {id(p.sequence.group): p.sequence.group for p in step.pieces if p.sequence is not None}
