@@ -9,6 +9,8 @@ counts with what it has; `num_questions` says how many that are.
 
 import argparse
 import json
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ def combine(study: Path, main_name: str, base_name: str = "base") -> dict[str, A
     main_run = variants[main_name]
     training = json.loads((study / main_name / "adapter" / REPORT_NAME).read_text(encoding="utf-8"))
     training["data"] = [without_folder(source) for source in training["data"]]
-    (run,) = (json.loads(path.read_text(encoding="utf-8")) for path in (study / main_name).glob("*-adapt.json"))
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in (study / main_name).glob("*-adapt.json")]
+    run = runs[0] if runs else {"model": training["model"], "environment": training["environment"], "arguments": {}}
     tasks = {name: {"unadapted": summarize(records)} for name, records in base.items()}
     for name, records in read_stage(study / main_name / "adapted").items():
         tasks[name]["adapted"] = summarize(records)
@@ -78,15 +81,26 @@ def read_stage(folder: Path) -> dict[str, list[Record]]:
     return {name: records for name, records in found.items() if records}
 
 
+def mean_words(records: Iterable[Record]) -> dict[str, float]:
+    """Return the mean length of the answers, option by option."""
+    answers = [record.answers for record in records]
+    return {name: statistics.mean(len(one[name].split()) for one in answers) for name in answers[0]}
+
+
 def variant(folder: Path, base: dict[str, list[Record]], base_folder: Path) -> dict[str, Any]:
     """Return one variant's options that matter, training and scores; it may have been trained and not yet measured."""
     training = json.loads((folder / "adapter" / REPORT_NAME).read_text(encoding="utf-8"))
     trained_option = "isolated" if training["config"]["chunk"]["encoding"] == "isolated" else "after_preamble"
     tasks = {}
     for name, records in read_stage(folder / "adapted").items():
+        asked = {record.id for record in records}
         against = summarize_against(records, base[name])["options"]
         tasks[name] = {
             "num_questions": len(records),
+            "mean_answer_words": {
+                "unadapted": mean_words(record for record in base[name] if record.id in asked),
+                "adapted": mean_words(records),
+            },
             "adapted": {
                 option: {metric: found[metric]["value"] for metric in _METRICS if metric in found}
                 for option, found in summarize(records)["options"].items()

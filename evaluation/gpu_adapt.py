@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         del loaded
     adapter = arguments.adapter or out / "adapter"
-    if not (adapter / "adapter_model.safetensors").exists():
+    if not (adapter / REPORT_NAME).exists():  # written last
         adapt_stage(arguments, load(arguments, dense, adapter=None), adapter)
         save("adapt")
     if arguments.stage == "train":
