@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lazyattention.ops import AttentionMetadata, KVRange, RowGroup, attention, make_plan, run
@@ -20,9 +20,9 @@ SPAN = st.tuples(st.sampled_from(["stored", "new", "new", "new"]), st.integers(1
 class Step:
     """Requests made of spans: stored ones, and new ones whose tokens are computed in this step. All see all before."""
 
-    def __init__(self, requests, seed=0, keys_turned=True):
+    def __init__(self, requests, seed=0, keys_turned=True, contiguous=False):
         rng = np.random.default_rng(seed)
-        free = rng.permutation(NUM_BLOCKS).tolist()
+        free = list(range(NUM_BLOCKS))[::-1] if contiguous else rng.permutation(NUM_BLOCKS).tolist()
         ranges, groups, positions, slots, turns = [], [], [], [], []
         for spans in requests:
             start, seen = 3, []
@@ -80,14 +80,16 @@ def assert_right(step, sinks=None):
     seed=st.integers(0, 2**16),
     keys_turned=st.booleans(),
     has_sinks=st.booleans(),
+    min_tokens=st.sampled_from([0, 8]),
 )
-def test_any_step_equals_dense_attention(requests, seed, keys_turned, has_sinks):
+@example([[("new", 3), ("new", 4)]], seed=0, keys_turned=True, has_sinks=False, min_tokens=0)
+def test_any_step_equals_dense_attention(requests, seed, keys_turned, has_sinks, min_tokens):
     requests = [spans for spans in requests if any(kind == "new" for kind, _ in spans)]
     if not requests:
         return
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64) if has_sinks else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "causal_prefill_min_tokens", lambda *_: 8)
+        patch.setattr(attention, "causal_prefill_min_tokens", lambda *_: min_tokens)
         assert_right(Step(requests, seed, keys_turned), sinks)
 
 
@@ -119,6 +121,16 @@ def test_long_sequences_have_launches_of_their_own():
     assert_right(step)
     got = [(b.token_start, b.num_tokens, b.num_seqs, b.max_len) for b in step.causal_batches()]
     assert got == [(0, 19, 2, 10), (19, LONG, 1, LONG), (LONG + 19, 8, 1, 8)]
+
+
+@pytest.mark.usefixtures("stock")
+def test_whole_tiles_before_the_new_tokens_may_be_all_that_is_left_for_chunk_prefill(monkeypatch):
+    monkeypatch.setattr(attention, "has_unmasked_prefill", lambda *_: True)
+    step = Step([[("stored", 96), ("new", 40)]], contiguous=True)
+    assert_right(step)
+    (device_plan,) = step.kernel_plan._device_plans.values()
+    (prefill,) = device_plan.prefill
+    assert (len(prefill.tasks), len(prefill.apart) > 0, len(device_plan.causal)) == (0, True, 1)
 
 
 @pytest.mark.usefixtures("stock")

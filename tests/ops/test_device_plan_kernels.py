@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyattention.ops import AttentionMetadata, LayerRotary, attention, run
-from lazyattention.ops._layout import LayoutSpec
+from lazyattention.ops._layout import LayoutSpec, stable_order
 from lazyattention.ops._tiles import TileShape
 from lazyattention.ops.attend import AttendOptions, attend
 from lazyattention.ops.device_plan import lay_out
@@ -161,6 +161,13 @@ def test_rows_of_several_requests_share_a_task_and_long_ranges_are_cut():
     assert sorted(chunk[:, 6]) == list(range(len(chunk)))
     assert lens.sum() == 700
     assert lens[lens > lens.min()].min() - lens.min() <= 32
+
+
+@pytest.mark.parametrize("end", [1, 1 << 16, (1 << 16) + 1, 1 << 17])
+def test_keys_beyond_16_bits_are_ordered_too(end):
+    keys = np.random.default_rng(0).integers(0, end, 1000)
+    keys[:3] = end - 1, 0, end - 1
+    assert stable_order(keys, end).tolist() == sorted(range(1000), key=keys.tolist().__getitem__)
 
 
 def test_a_text_grows_without_a_new_plan():

@@ -21,20 +21,25 @@ def chunk_prefill_reference(
     options: AttendOptions,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    for task in [*tasks.tasks.tolist(), *tasks.apart.tolist()]:
+    num_tasks = len(tasks.tasks)
+    for number, task in enumerate([*tasks.tasks.tolist(), *tasks.apart.tolist()]):
         row_start, num_tokens, token_start, full_start, full_end, masked_start, masked_end, _, _, part = task
-        tiles = [*range(full_start, full_end), *tasks.masked[masked_start:masked_end].tolist()]
+        full = range(full_start, full_end)
+        tiles = [*full, *tasks.masked[masked_start:masked_end].tolist()]
         for row, token in enumerate(range(token_start, token_start + num_tokens)):
             ks, vs, amounts = [], [], []
             for index in tiles:
-                _, table_start, key_start, stand, num_keys, delta, _, _ = tasks.tiles[index].tolist()
+                slot, table_start, key_start, stand, num_keys, delta, _, _ = tasks.tiles[index].tolist()
                 inner = torch.arange(num_keys)
                 distance = int(positions[token]) - stand - inner
                 # Tiles outside `masked` are visible as a whole: what the kernel takes for granted shows here if not so.
-                visible = distance >= 0 if index not in range(full_start, full_end) else distance == distance
-                if options.sliding_window is not None and index not in range(full_start, full_end):
+                visible = distance >= 0 if index not in full else distance == distance
+                if options.sliding_window is not None and index not in full:
                     visible &= distance < options.sliding_window
-                k, v = read_keys(kv, tasks.blocks, table_start, key_start + inner[visible])
+                # So does a plan that calls slots consecutive.
+                is_gathered = index not in full or not (tasks.is_contiguous or number >= num_tasks)
+                first_slot = None if is_gathered else slot - key_start
+                k, v = read_keys(kv, tasks.blocks, table_start, key_start + inner[visible], first_slot)
                 ks.append(k)
                 vs.append(v)
                 amounts.append(delta + 0 * inner[visible] if tasks.keys_turned else stand + inner[visible])

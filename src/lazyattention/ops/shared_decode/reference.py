@@ -19,13 +19,14 @@ def shared_decode_reference(
     options: AttendOptions,
 ) -> None:
     for task in tasks.tasks[: int(tasks.num_tasks)].tolist():
-        row_start, num_rows, table_start, key_start, key_end, first_position, part, _ = task
+        row_start, num_rows, table_start, key_start, key_end, first_position, part, slot = task
         for token, delta, first_part, _ in tasks.rows[row_start : row_start + num_rows].tolist():
             last_key = int(positions[token]) - delta - first_position
             first_key = 0 if options.sliding_window is None else last_key - options.sliding_window + 1
             start = max(key_start, first_key)
             keys = torch.arange(start, max(start, min(key_end, last_key + 1)))
-            k, v = read_keys(kv, tasks.blocks, table_start, keys)
+            first_slot = None if slot < 0 else slot - key_start
+            k, v = read_keys(kv, tasks.blocks, table_start, keys, first_slot)
             amount = delta + 0 * keys if tasks.keys_turned else first_position + keys + delta
             output, lse = attend_row(q[token], k, v, amount, rotary, options)
             states.outputs[first_part + part] = output.to(states.outputs.dtype)
@@ -33,12 +34,18 @@ def shared_decode_reference(
 
 
 def read_keys(
-    kv: LayerKV, blocks: torch.Tensor, table_start: int, keys: torch.Tensor
+    kv: LayerKV, blocks: torch.Tensor, table_start: int, keys: torch.Tensor, first_slot: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the named keys and values of a range in float64, `[num_keys, num_kv_heads, dim]`."""
+    """Return the named keys and values of a range in float64, `[num_keys, num_kv_heads, dim]`.
+
+    With `first_slot`, that of key 0, they are read from consecutive slots, as the kernels do where the plan says so.
+    """
     block_size = kv.k_cache.shape[1]
-    block = blocks[table_start + keys // block_size].long()
-    k, v = kv.k_cache[block, keys % block_size].double(), kv.v_cache[block, keys % block_size].double()
+    if first_slot is None:
+        slots = blocks[table_start + keys // block_size].long() * block_size + keys % block_size
+    else:
+        slots = first_slot + keys
+    k, v = kv.k_cache.flatten(0, 1)[slots].double(), kv.v_cache.flatten(0, 1)[slots].double()
     if kv.k_scale is not None and kv.v_scale is not None:
         k, v = k * kv.k_scale[:, None], v * kv.v_scale[:, None]
     return k, v
