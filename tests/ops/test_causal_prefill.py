@@ -82,7 +82,7 @@ def assert_right(step, sinks=None):
     has_sinks=st.booleans(),
     min_tokens=st.sampled_from([0, 8]),
 )
-@example([[("new", 3), ("new", 4)]], seed=0, keys_turned=True, has_sinks=False, min_tokens=0)
+@example(requests=[[("new", 3), ("new", 4)]], seed=0, keys_turned=True, has_sinks=False, min_tokens=0)
 def test_any_step_equals_dense_attention(requests, seed, keys_turned, has_sinks, min_tokens):
     requests = [spans for spans in requests if any(kind == "new" for kind, _ in spans)]
     if not requests:
