@@ -40,8 +40,10 @@ def assert_distribution(token_ids, probabilities):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_greedy_picks_the_largest_logit(dtype):
-    logits = torch.randn(5, VOCAB_SIZE).to(dtype)
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 150_001])  # 16 bits hold fewer numbers
+def test_greedy_picks_the_largest_logit(dtype, vocab_size):
+    logits = torch.randn(5, vocab_size).to(dtype)
+    logits[0, -2] = 100.0
     tokens = Sampler().sample(logits, [make_row(temperature=0)] * 5)
     assert [token.token_id for token in tokens] == logits.argmax(1).tolist()
 

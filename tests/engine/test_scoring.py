@@ -2,6 +2,7 @@
 """Scored answers are what the engine would compute for a user, and equal the oracle under each mask."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def test_what_is_generated_scores_the_same_and_is_greedy(engine):
         torch.testing.assert_close(one.logprobs, again.logprobs, rtol=0, atol=1e-4)
     other = score(engine, LAYOUTS[:1], [tuple((t + 1) % 384 for t in generated[0].token_ids)])[0]
     assert not other.is_greedy
+
+
+def test_what_is_generated_ends_where_the_model_ends_it(engine):
+    whole = generate(engine, LAYOUTS[:1], max_tokens=5)[0].token_ids
+    end = whole[2]
+    loaded = replace(engine.loaded, eos_token_ids=frozenset({end}))
+    got = generate(make_engine(loaded), LAYOUTS[:1], max_tokens=5)[0]
+    assert got.token_ids == whole[: whole.index(end) + 1]
+    assert len(got.token_ids) == len(got.logprobs) < 5
 
 
 def test_a_preempted_answer_scores_the_same():
