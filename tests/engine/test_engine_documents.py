@@ -236,6 +236,23 @@ def test_deletion_takes_text_behind_a_chunk_that_was_evicted(method):
     engine.check_idle()
 
 
+def test_text_behind_a_chunk_ends_with_it_under_every_name_and_when_its_time_is_over():
+    layout = prompt("p11 d9 t40")
+    span = next(span for span in layout.spans if span.is_document)
+    twin = replace(layout, spans=tuple(replace(s, document_id="twin") if s is span else s for s in layout.spans))
+    for is_deleted in (True, False):
+        engine = make_engine(chunk_ttl_s=10)
+        clock = engine.cache._clock = Clock()
+        assert statuses(answer(engine, layout)) == [("d9", "miss", "new")]
+        assert statuses(answer(engine, twin)) == [("twin", "hit", "reused")]
+        assert named_tokens("t40")[:8] in held_token_ids(engine)
+        if is_deleted:
+            engine.documents.delete("twin")
+        clock.now_s += 0 if is_deleted else 11
+        engine.documents.list()  # ends what is over
+        assert set(held_token_ids(engine)) <= {named_tokens("p11")[:8], named_tokens("p11")[8:], named_tokens("p11")}
+
+
 @pytest.mark.parametrize("method", ["rotate_query", "rotate_key", "copy_rotate", "prefix"])
 @pytest.mark.parametrize("after_steps", [0, 1, 2, 3, 6])
 def test_deletion_while_running_keeps_nothing_beyond_the_request(method, after_steps):
