@@ -271,6 +271,7 @@ def test_long_prompts_and_steps_that_store_turned_keys_run_without_graphs(monkey
         assert engine.model_runner.graphs.num_replays == 0
         answer(engine, prompt("p5 d9 t6"), SamplingParams(max_tokens=1), reuse_method="rotate_key")
         assert engine.model_runner.graphs.num_replays == 1
+        assert not engine.model_runner.graphs._num_growths  # none was recorded anew in vain
 
 
 def test_many_sequences_get_a_size_of_their_own():
