@@ -108,6 +108,24 @@ def test_what_an_option_costs_is_counted_over_stored_documents(tmp_path):
     engine.check_idle()
 
 
+def test_a_document_that_was_evicted_is_stored_again_before_costs_count(tmp_path, monkeypatch):
+    engine, calls = engine_of(), []
+    forget = engine.cache.forget_unused_texts
+
+    def evict():
+        calls.append("full" if not calls else "after_preamble")
+        if len(calls) < 3:
+            engine.cache.clear()
+        return forget()
+
+    monkeypatch.setattr(engine.cache, "forget_unused_texts", evict)
+    [record] = measure(engine, EXAMPLES[:1], replace(CONFIG, options=("after_preamble",)), tmp_path)
+    layout = layout_of(engine, EXAMPLES[0], "Answer.")
+    share = record.metrics["after_preamble"]["computed_share"]
+    assert share * layout.num_tokens == pytest.approx(len(layout.spans[-1].token_ids))
+    assert calls == ["full", "after_preamble", "after_preamble"]
+
+
 def test_costs_are_measured_on_the_first_questions_only(tmp_path):
     config = replace(CONFIG, num_timed=2)
     metrics = [record.metrics["isolated"] for record in measure(engine_of(), EXAMPLES, config, tmp_path)]

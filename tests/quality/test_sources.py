@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +125,12 @@ def test_a_prompt_that_is_too_long_is_named_before_any_is_asked(tmp_path, engine
         refuse_too_long(engine, [short, long], system="", max_tokens=3)
     with pytest.raises(ConfigError, match="question 'a'.*answer up to 100000"):
         refuse_too_long(engine, [short], system="", max_tokens=100_000)
+    room = engine.max_model_len - layout_of(engine, short, "").num_tokens
+    refuse_too_long(engine, [short], system="", max_tokens=room)
+    wordy = replace(short, answers=("cape " * room,))
+    for example, max_tokens in ((short, room + 1), (wordy, 3)):
+        with pytest.raises(ConfigError, match="question 'a'.*answer up to"):
+            refuse_too_long(engine, [example], system="", max_tokens=max_tokens)
     path = write(tmp_path / "q.jsonl", *(example.to_dict() for example in (short, long)))
     for run in (run_quality, run_calibration):
         with pytest.raises(ConfigError, match="question 'b'"):
@@ -189,6 +196,8 @@ def test_an_adapted_model_is_asked_what_the_other_run_asked(tmp_path, notes, eng
     assert report["sets"]["notes-2"]["against"]["num_questions"] == 3
     with pytest.raises(ConfigError, match=r"notes-1/questions.jsonl is not there \(.*out holds notes-2\)"):
         run_quality(other, request_of(tmp_path, notes, num_documents=(1,), **again))
+    with pytest.raises(ConfigError, match="over other questions"):
+        run_quality(other, request_of(tmp_path, notes, num_questions=2, **again))
     path = write(tmp_path / "notes-2.jsonl", {"id": "own-0", "question": "another?", "documents": ["a"]})
     with pytest.raises(ConfigError, match="over other questions"):
         run_quality(other, request_of(tmp_path, path, **again))
@@ -239,6 +248,23 @@ def test_a_killed_run_holds_its_folder_no_longer(tmp_path):
         process.stdout.close()
     with hold_output(tmp_path / "out"):
         pass
+
+
+def test_a_file_is_there_as_a_whole_or_as_it_was(tmp_path, monkeypatch):
+    path, write_text = tmp_path / "x.jsonl", Path.write_text
+
+    def killed(self, text, **more):
+        write_text(self, text[:2], **more)
+        raise KeyboardInterrupt
+
+    write_whole(path, ["old\n"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_whole(path, ["newer\n"])
+    assert path.read_text() == "old\n"
+    write_whole(path, ["newer\n"])
+    assert path.read_text() == "newer\n"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
