@@ -20,6 +20,7 @@ from lazyattention.adapt.request import AdaptRequest
 from lazyattention.adapt.sources import check_data
 from lazyattention.adapt.workflow import prepare_samples, run_adapt
 from lazyattention.cli import app
+from lazyattention.config import EngineConfig
 from lazyattention.engine.engine import Engine
 from lazyattention.errors import ConfigError
 from lazyattention.models.loaded_model import wrap_model
@@ -89,14 +90,18 @@ def test_samples_are_those_of_the_data_and_options_given(tmp_path, data):
     assert (log.num_steps, again.num_steps) == (2, 3)
     other = write(tmp_path / "other.jsonl", *questions(9))
     engine = Engine(load_tiny())
+    assert len(sources.collect_examples(engine, request_of(tmp_path, other, num_questions=5))) == 5
     for given, more, message in [
         (other, {}, "differs in data"),
         (data, {"num_questions": 7}, "differs in num_questions"),
         (data, {"max_tokens": 4, "system": "Be brief."}, "differs in max_tokens, system"),
         (data, {"config": replace(SMALL, seed=1)}, "differs in seed"),
+        (data, {"config": replace(SMALL, objective="labels")}, "differs in use_gold"),
     ]:
         with pytest.raises(ConfigError, match=message):
             prepare_samples(engine, request_of(tmp_path, given, **more))
+    with pytest.raises(ConfigError, match="differs in documents_place"):
+        prepare_samples(Engine(load_tiny(), EngineConfig.of(documents_place="system")), request_of(tmp_path, data))
     with pytest.raises(ConfigError, match="differs in weights_id"):
         prepare_samples(Engine(load_tiny(seed=1)), request_of(tmp_path, data))
 

@@ -15,7 +15,7 @@ from lazyattention.documents.document import Document
 from lazyattention.engine.gate import find_loss
 from lazyattention.errors import ConfigError
 from lazyattention.quality import sources
-from lazyattention.quality.cli import flags_of
+from lazyattention.quality.cli import _print_next, flags_of
 from lazyattention.quality.examples import QualityExample
 from lazyattention.quality.measure import MeasureConfig, layout_of
 from lazyattention.quality.output import hold_output, is_kept, write_whole
@@ -166,6 +166,9 @@ def test_questions_are_asked_once_and_never_taken_for_those_of_other_options(tmp
     for other in ({"num_questions": 2}, {"seed": 1}):
         with pytest.raises(ConfigError, match=f"differs in {next(iter(other))}"):
             collect_examples(engine, str(notes), request_of(tmp_path, notes, num_documents=(1, 2), **other))
+    other = make_engine(loaded_tiny(num_hidden_layers=2, seed=1), block_size=8, num_blocks=600)
+    with pytest.raises(ConfigError, match="differs in weights_id"):
+        collect_examples(other, str(notes), request)
     (notes / "0.txt").write_text("another text")
     with pytest.raises(ConfigError, match="differs in passages"):
         collect_examples(engine, str(notes), request)
@@ -310,3 +313,13 @@ def test_the_next_commands_carry_the_options_that_were_measured():
         "--sink",
         "a b",
     ]
+
+
+def test_the_next_commands_take_only_options_that_they_accept(tmp_path, capsys):
+    _print_next(
+        request_of(tmp_path, "needle"), [], None, {"num_blocks": 9, "recompute": "first:16", "calibrated": True}
+    )
+    train, serve = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert train[-2:] == ["--num-blocks", "9"]
+    assert not {"--recompute", "--calibrated"} & set(train)
+    assert {"--num-blocks", "--recompute", "--calibrated"} <= set(serve)
