@@ -107,6 +107,21 @@ def launch_of(shape: TileShape) -> str:
     return "many" if shape.programs_per_multiprocessor else "few"
 
 
+def merge(plan: DevicePlan, states: PartialStates, out: torch.Tensor, num_warps: int = MERGE_WARPS) -> None:
+    """Merge the parts of a step."""
+    from lazyattention.ops.merge_states.kernel import merge_parts_triton
+
+    merge_parts_triton(
+        states.outputs,
+        states.lses,
+        out,
+        plan.num_merges,
+        plan.merge_tokens,
+        plan.merge_starts,
+        num_warps=num_warps,
+    )
+
+
 def decode_layer(
     problem: Problem, setting: DecodeSetting, rotary: LayerRotary, parts: str = "all"
 ) -> tuple[torch.Tensor, Callable[[LayerKV], None]]:
@@ -119,19 +134,9 @@ def decode_layer(
     options = AttendOptions(128**-0.5)
 
     def launch(kv: LayerKV) -> None:
-        from lazyattention.ops.merge_states.kernel import merge_parts_triton
-
         shared_decodes(problem.q, kv, decode, positions, states, rotary, options, side_priority=setting.priority)
         if parts == "all":
-            merge_parts_triton(
-                states.outputs,
-                states.lses,
-                out,
-                plan.num_merges,
-                plan.merge_tokens,
-                plan.merge_starts,
-                num_warps=setting.merge_warps,
-            )
+            merge(plan, states, out, setting.merge_warps)
 
     return out, launch
 
@@ -148,10 +153,9 @@ def prefill_layer(problem: Problem, rotary: LayerRotary) -> tuple[torch.Tensor, 
 
     def launch(kv: LayerKV) -> None:
         from lazyattention.ops.chunk_prefill.hopper.kernel import unmasked_prefill_hopper
-        from lazyattention.ops.merge_states.kernel import merge_parts_triton
 
         unmasked_prefill_hopper(problem.q, kv, tasks, out, states, rotary, options)
-        merge_parts_triton(states.outputs, states.lses, out, plan.num_merges, plan.merge_tokens, plan.merge_starts)
+        merge(plan, states, out)
 
     return out, launch
 
@@ -227,20 +231,10 @@ def compile_one(kind: str, shape: TileShape | int, is_turned: bool) -> tuple[flo
             problem = bench_ops.prefill_problem(64, 1024)
             prefill_layer(problem, problem.rotary if is_turned else NO_TURN)[1](problem.kv)
         elif kind == "merge":
-            from lazyattention.ops.merge_states.kernel import merge_parts_triton
-
             problem = bench_ops.make_problem([((0, 1), 3, 1)], 2, 64)
             plan = build_device_plan(problem.arrays, problem.positions, problem.spec(), DEVICE)
             out, states = make_states(problem, plan)
-            merge_parts_triton(
-                states.outputs,
-                states.lses,
-                out,
-                plan.num_merges,
-                plan.merge_tokens,
-                plan.merge_starts,
-                num_warps=shape,  # type: ignore[arg-type]
-            )
+            merge(plan, states, out, shape)  # type: ignore[arg-type]
         else:
             problem = bench_ops.make_problem([((0, 1), 3, 1)] * 40, 2, 512)
             spec = problem.spec(**{kind: shape})

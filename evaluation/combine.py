@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lazyattention.models.adapter import REPORT_NAME
 from lazyattention.quality.measure import RECORDS_NAME, Record, read_records
 from lazyattention.quality.options import FULL_ATTENTION
 from lazyattention.quality.report import summarize, summarize_against
 from lazyattention.quality.statistics import paired_difference
 
 _METRICS = ("gold_greedy", "containment", "exact_match", "f1", "gold_nll", "kl", "nll", "agreement")
-REPORT_NAME, _PLAIN_NAME = "adapt.json", "plain_text_nll.json"
+PLAIN_NAME = "plain_text_nll.json"
 
 
 def main() -> None:
@@ -45,10 +46,8 @@ def combine(study: Path, main_name: str, base_name: str = "base") -> dict[str, A
         raise SystemExit(f"{study} holds no trained variant {main_name!r}; trained are: {', '.join(trained) or 'none'}")
     variants = {name: variant(study / name, base, study / base_name) for name in trained}
     main_run = variants[main_name]
-    training = json.loads((study / main_name / "adapter" / REPORT_NAME).read_text(encoding="utf-8"))
+    training, run = read_run(study / main_name)
     training["data"] = [without_folder(source) for source in training["data"]]
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in (study / main_name).glob("*-adapt.json")]
-    run = runs[0] if runs else {"model": training["model"], "environment": training["environment"], "arguments": {}}
     tasks = {name: {"unadapted": summarize(records)} for name, records in base.items()}
     for name, records in read_stage(study / main_name / "adapted").items():
         tasks[name]["adapted"] = summarize(records)
@@ -75,6 +74,14 @@ def without_folder(source: str) -> str:
     return f"{name}{colon}{Path(file).name}" if colon else Path(name).name
 
 
+def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the training report and what `gpu_adapt.py` wrote of the run; a run killed early may lack the latter."""
+    training = json.loads((folder / "adapter" / REPORT_NAME).read_text(encoding="utf-8"))
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*-adapt.json")]
+    bare = {"model": training["model"], "environment": training["environment"], "arguments": {}}
+    return training, runs[0] if runs else bare
+
+
 def read_stage(folder: Path) -> dict[str, list[Record]]:
     """Return the records of every task that has some."""
     found = {path.parent.name: read_records(path.parent) for path in sorted(folder.glob(f"*/{RECORDS_NAME}"))}
@@ -89,8 +96,8 @@ def mean_words(records: Iterable[Record]) -> dict[str, float]:
 
 def variant(folder: Path, base: dict[str, list[Record]], base_folder: Path) -> dict[str, Any]:
     """Return one variant's options that matter, training and scores; it may have been trained and not yet measured."""
-    training = json.loads((folder / "adapter" / REPORT_NAME).read_text(encoding="utf-8"))
-    trained_option = "isolated" if training["config"]["chunk"]["encoding"] == "isolated" else "after_preamble"
+    training, run = read_run(folder)
+    trained_option = run["arguments"].get("train_option", training["config"]["chunk"]["encoding"])
     tasks = {}
     for name, records in read_stage(folder / "adapted").items():
         asked = {record.id for record in records}
@@ -113,7 +120,7 @@ def variant(folder: Path, base: dict[str, list[Record]], base_folder: Path) -> d
             "retained_share_full_attention": against[FULL_ATTENTION].get("containment", {}).get("retained_share"),
         }
     plain = [
-        path for path in (base_folder / "unadapted" / _PLAIN_NAME, folder / "adapted" / _PLAIN_NAME) if path.exists()
+        path for path in (base_folder / "unadapted" / PLAIN_NAME, folder / "adapted" / PLAIN_NAME) if path.exists()
     ]
     before_after = [json.loads(path.read_text(encoding="utf-8")) for path in plain]
     return {

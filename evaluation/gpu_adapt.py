@@ -23,16 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from combine import PLAIN_NAME
 from safetensors.torch import save_file
 from tasks import TASKS
 
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES
-from lazyattention.adapt.workflow import REPORT_NAME, SAMPLES_NAME, AdaptRequest, prepare_samples, run_adapt
+from lazyattention.adapt.workflow import SAMPLES_NAME, AdaptRequest, prepare_samples, run_adapt
 from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.calibration import find_calibration, remember_calibration
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.scoring import score
+from lazyattention.models.adapter import REPORT_NAME
 from lazyattention.models.loaded_model import LoadedModel
 from lazyattention.models.loader import load_model
 from lazyattention.quality.calibrate import calibrate
@@ -45,7 +47,6 @@ from lazyattention.utils.environment import describe_environment
 
 # Plain text, as a prompt of 96 tokens and its next 64: does the adapter leave ordinary use alone?
 _PLAIN_PROMPT_LEN, _PLAIN_TARGET_LEN = 96, 64
-PLAIN_NAME = "plain_text_nll.json"
 # What the samples of a base run are made of; variants with other prompts make their own.
 _TRAIN, _TRAIN_DOCUMENTS = "nq-train:nq-open-oracle.jsonl.gz", (10, 10)
 

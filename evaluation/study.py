@@ -21,6 +21,8 @@ import combine
 import gpu_adapt
 import torch
 
+from lazyattention.models.adapter import REPORT_NAME
+
 
 def main() -> None:
     """Run what is missing."""
@@ -70,7 +72,7 @@ def main() -> None:
 
 def write_result(study: Path, main_name: str, output: Path) -> None:
     """Write what is known so far; nothing before the main variant was trained."""
-    if not (study / main_name / "adapter" / combine.REPORT_NAME).exists():
+    if not (study / main_name / "adapter" / REPORT_NAME).exists():
         return
     result = combine.combine(study, main_name)
     output.parent.mkdir(parents=True, exist_ok=True)

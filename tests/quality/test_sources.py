@@ -323,3 +323,11 @@ def test_the_next_commands_take_only_options_that_they_accept(tmp_path, capsys):
     assert train[-2:] == ["--num-blocks", "9"]
     assert not {"--recompute", "--calibrated"} & set(train)
     assert {"--num-blocks", "--recompute", "--calibrated"} <= set(serve)
+
+
+def test_a_built_in_sets_file_is_read_by_the_set_whatever_its_name(tmp_path):
+    path = tmp_path / "open.jsonl"
+    path.write_text("")
+    check_data(request_of(tmp_path, f"nq:{path}"))
+    assert sources.is_jsonl(str(path))
+    assert not sources.is_jsonl(f"nq:{path}")

@@ -10,11 +10,11 @@ from lazyattention.adapt.request import AdaptRequest
 from lazyattention.documents.readers import read_documents
 from lazyattention.engine.engine import Engine
 from lazyattention.errors import ConfigError
-from lazyattention.quality.datasets import build_dataset, find_dataset, is_builtin
+from lazyattention.quality.datasets import build_dataset, is_builtin
 from lazyattention.quality.examples import QualityExample, digest_examples, read_examples
 from lazyattention.quality.progress import progress_bar
 from lazyattention.quality.questions import passages_of, write_questions
-from lazyattention.quality.sources import read_all
+from lazyattention.quality.sources import check_source, is_jsonl, read_all
 from lazyattention.utils.hashing import digest_fields
 
 MIN_PROMPTS = 4
@@ -35,14 +35,8 @@ def check_data(request: AdaptRequest) -> None:
     for index, source in enumerate(request.data):
         if source in request.data[:index]:
             raise ConfigError(f"data {source!r} was given twice; give it once")
-        if is_builtin(source):
-            find_dataset(source)
-        elif not Path(source).expanduser().exists():
-            raise ConfigError(
-                f"data {source!r} is neither a path nor a built-in set; give a file or folder of documents, JSONL with "
-                "questions, or nq-train:PATH, needle, two_hop"
-            )
-        elif _is_jsonl(source):
+        check_source(source, "a file or folder of documents, JSONL with questions, or nq-train:PATH, needle, two_hop")
+        if is_jsonl(source):
             read_examples(Path(source).expanduser())
 
 
@@ -67,14 +61,10 @@ def _digest_source(source: str) -> str:
     """Name a built-in set, or the content of files, wherever they lie."""
     if is_builtin(source):
         return source
-    if _is_jsonl(source):
+    if is_jsonl(source):
         return digest_examples(read_examples(Path(source).expanduser()))
     documents = read_documents((Path(source).expanduser(),)).documents
     return digest_fields([json.dumps([d.title, d.text]) for d in documents]).hex()
-
-
-def _is_jsonl(source: str) -> bool:
-    return Path(source).suffix == ".jsonl"
 
 
 def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExample]:
@@ -89,7 +79,7 @@ def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExamp
             found += _from_builtin(source, request)
             continue
         path = Path(source).expanduser()
-        if _is_jsonl(source):
+        if is_jsonl(source):
             found += read_examples(path)[: request.num_questions]
             continue
         passages = passages_of(read_all((path,)), engine)

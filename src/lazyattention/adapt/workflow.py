@@ -21,6 +21,7 @@ from lazyattention.engine.engine import Engine
 from lazyattention.engine.measured import prompt_options
 from lazyattention.engine.scoring import score
 from lazyattention.errors import ConfigError, UnsupportedError
+from lazyattention.models.adapter import REPORT_NAME
 from lazyattention.models.loaded_model import LoadedModel
 from lazyattention.quality.output import hold_output, is_kept
 from lazyattention.quality.progress import progress_bar
@@ -29,7 +30,6 @@ from lazyattention.reuse import Chunking
 from lazyattention.utils.environment import describe_environment
 from lazyattention.utils.packages import require_package
 
-REPORT_NAME = "adapt.json"
 SAMPLES_NAME = "samples.jsonl"
 MADE_NAME = "samples_made.json"
 """What SAMPLES_NAME depends on."""

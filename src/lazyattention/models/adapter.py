@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 _CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 # Beside them, where `lazyattention adapt` made the adapter.
-_REPORT_NAME = "adapt.json"
+REPORT_NAME = "adapt.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class AdapterNotes:
 def read_notes(folder: Path) -> AdapterNotes | None:
     """Return what is known of an adapter; None for one from elsewhere."""
     try:
-        report = json.loads((folder / _REPORT_NAME).read_text(encoding="utf-8"))
+        report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"))
         return AdapterNotes(folder, report["model"], report["base_weights_id"], report["served_with"])
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -44,14 +44,8 @@ def check_data(request: QualityRequest) -> None:
         if not path.exists():
             raise ConfigError(f"documents {str(path)!r} does not exist; name a file or folder with text")
     for source in request.data:
-        if is_builtin(source):
-            find_dataset(source)
-        elif not Path(source).expanduser().exists():
-            raise ConfigError(
-                f"data {source!r} is neither a path nor a built-in set; give JSONL with questions, a folder of documents, "
-                "or nq:PATH, hotpotqa:PATH, needle, two_hop"
-            )
-        elif _is_jsonl(source):
+        check_source(source, "JSONL with questions, a folder of documents, or nq:PATH, hotpotqa:PATH, needle, two_hop")
+        if is_jsonl(source):
             path = Path(source).expanduser()
             are_documents_used |= any("documents" not in fields for _, fields in read_lines(path))
             read_examples(path, (lambda _: ()) if request.documents else None)
@@ -69,12 +63,25 @@ def check_data(request: QualityRequest) -> None:
         )
 
 
-def _is_jsonl(source: str) -> bool:
+def check_source(source: str, expected: str) -> None:
+    """Refuse what is neither a built-in set nor a path; `expected` is what may be given.
+
+    Raises:
+        ConfigError: It is neither, or the built-in set's file is missing.
+    """
+    if is_builtin(source):
+        find_dataset(source)
+    elif not Path(source).expanduser().exists():
+        raise ConfigError(f"data {source!r} is neither a path nor a built-in set; give {expected}")
+
+
+def is_jsonl(source: str) -> bool:
+    """Whether data is a file with a question a line."""
     return not is_builtin(source) and Path(source).suffix == ".jsonl"
 
 
 def _set_names(source: str, request: QualityRequest) -> list[str]:
-    if _is_jsonl(source):
+    if is_jsonl(source):
         return [Path(source).stem]
     name = source.partition(":")[0] if is_builtin(source) else Path(source).stem or "documents"
     return [f"{name}-{count}" for count in request.num_documents]
@@ -96,7 +103,7 @@ def collect_examples(engine: Engine, source: str, request: QualityRequest) -> li
             for name, count in zip(names, request.num_documents, strict=True)
         ]
     path = Path(source).expanduser()
-    if _is_jsonl(source):
+    if is_jsonl(source):
         finder = _finder(request) if request.documents else None
         return [(names[0], read_examples(path, finder)[: request.num_questions])]
     if request.against is not None:
