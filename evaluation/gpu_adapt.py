@@ -9,7 +9,7 @@ run cut short leaves what it has) and the records of both runs; it goes on where
 
 Variants of one study (other seeds, ranks, amounts of data) share what does not depend on them; `study.py` runs them all:
 
-    ... --out study/base --stage unadapted      # the model as dense weights, its training samples, its records
+    ... --out study/base --stage unadapted      # the model as dense weights, and its records
     ... --out study/seed-1 --base study/base --seed 1
 """
 
@@ -27,9 +27,8 @@ from combine import PLAIN_NAME
 from safetensors.torch import save_file
 from tasks import TASKS
 
-from lazyattention.adapt.config import AdaptConfig
-from lazyattention.adapt.objectives import OBJECTIVES
-from lazyattention.adapt.workflow import SAMPLES_NAME, AdaptRequest, prepare_samples, run_adapt
+from lazyattention.adapt.config import TEACHER_DOCUMENTS, AdaptConfig
+from lazyattention.adapt.workflow import AdaptRequest, run_adapt
 from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.calibration import find_calibration, remember_calibration
 from lazyattention.engine.engine import Engine
@@ -47,8 +46,6 @@ from lazyattention.utils.environment import describe_environment
 
 # Plain text, as a prompt of 96 tokens and its next 64: does the adapter leave ordinary use alone?
 _PLAIN_PROMPT_LEN, _PLAIN_TARGET_LEN = 96, 64
-# What the samples of a base run are made of; variants with other prompts make their own.
-_TRAIN, _TRAIN_DOCUMENTS = "nq-train:nq-open-oracle.jsonl.gz", (10, 10)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,9 +83,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.base is None or arguments.stage == "unadapted":
         loaded = load(arguments, dense, adapter=None)
         save("load")
-        if arguments.base is None and arguments.max_steps:
-            make_samples(arguments, loaded)
-            save("samples")
         measure_stage(arguments, loaded, "unadapted", result)
         save("measure unadapted")
         if arguments.stage == "unadapted":
@@ -96,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         del loaded
     adapter = arguments.adapter or out / "adapter"
     if not (adapter / REPORT_NAME).exists():  # written last
-        adapt_stage(arguments, load(arguments, dense, adapter=None), adapter)
+        run_adapt(load(arguments, dense, adapter=None), adapt_request(arguments, adapter), engine_config(arguments))
         save("adapt")
     if arguments.stage == "train":
         return
@@ -136,11 +130,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-plain", type=int, default=50, help="plain texts")
     parser.add_argument(
         "--train",
-        default=_TRAIN,
-        help="data set and file in the data folder; or a folder of documents, about which the model writes the questions",
+        default="nq-train:nq-open-oracle.jsonl.gz",
+        help="data set and file in the data folder; or a folder of documents there, about which the model writes the "
+        "questions (`passages.py` makes one)",
     )
     parser.add_argument("--train-questions", type=int, default=1200)
-    parser.add_argument("--train-documents", type=int, nargs=2, default=_TRAIN_DOCUMENTS)
+    parser.add_argument("--train-documents", type=int, nargs=2, default=(10, 10))
     parser.add_argument(
         "--calibration-questions", type=int, default=24, help="of the training set, per calibrated option"
     )
@@ -149,6 +144,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-steps", type=int, default=15)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--objective", default="distill")
+    parser.add_argument("--teacher-documents", choices=TEACHER_DOCUMENTS, default="gold")
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations: faster, more memory")
     parser.add_argument("--train-option", default="after_preamble", help="reuse option that is trained; composed: a+b")
@@ -267,9 +263,12 @@ def calibrate_options(arguments: argparse.Namespace, engine: Engine, found: dict
 
 
 def train_data(arguments: argparse.Namespace) -> str:
-    """Return the training set as `build_dataset` reads it."""
+    """Return the training set with its path: a built-in set's file, or a folder of documents in the data folder."""
     name, _, file = arguments.train.partition(":")
-    return f"{name}:{arguments.data_folder / file}" if file else name
+    if file:
+        return f"{name}:{arguments.data_folder / file}"
+    folder = arguments.data_folder / name
+    return str(folder) if folder.is_dir() else name
 
 
 def plain_text_nlls(arguments: argparse.Namespace, engine: Engine) -> list[float]:
@@ -291,34 +290,17 @@ def plain_text_nlls(arguments: argparse.Namespace, engine: Engine) -> list[float
     return nlls
 
 
-def make_samples(arguments: argparse.Namespace, loaded: LoadedModel) -> None:
-    """Let the model answer the training prompts once, for all variants."""
-    request = adapt_request(arguments, arguments.out / "samples", num_questions=arguments.train_questions)
-    engine = Engine(loaded, engine_config(arguments))
-    prepare_samples(engine, request)
-
-
-def adapt_stage(arguments: argparse.Namespace, loaded: LoadedModel, adapter: Path) -> None:
-    """Train the adapter; its folder keeps samples, log and checkpoint."""
-    shared = (arguments.base or arguments.out) / "samples" / SAMPLES_NAME
-    is_alike = not OBJECTIVES[arguments.objective].needs_answers and arguments.train == _TRAIN
-    if shared.exists() and is_alike and tuple(arguments.train_documents) == _TRAIN_DOCUMENTS:
-        adapter.mkdir(parents=True, exist_ok=True)
-        lines = shared.read_text(encoding="utf-8").splitlines(keepends=True)
-        (adapter / SAMPLES_NAME).write_text("".join(lines[: arguments.train_questions]), encoding="utf-8")
-    run_adapt(loaded, adapt_request(arguments, adapter, arguments.train_questions), engine_config(arguments))
-
-
-def adapt_request(arguments: argparse.Namespace, output: Path, num_questions: int) -> AdaptRequest:
-    """What to adapt to and how."""
+def adapt_request(arguments: argparse.Namespace, output: Path) -> AdaptRequest:
+    """What to adapt to and how; the folder keeps samples, log and checkpoint."""
     return AdaptRequest(
         data=(train_data(arguments),),
         output=output,
-        num_questions=num_questions,
+        num_questions=arguments.train_questions,
         num_documents=tuple(arguments.train_documents),
         max_tokens=arguments.max_tokens,
         config=AdaptConfig(
             objective=arguments.objective,
+            teacher_documents=arguments.teacher_documents,
             chunk=reuse_option(arguments.train_option).chunk_options(ChunkOptions()),
             rank=arguments.rank,
             alpha=2 * arguments.rank,
@@ -328,7 +310,7 @@ def adapt_request(arguments: argparse.Namespace, output: Path, num_questions: in
             max_minutes=arguments.minutes,
             max_steps=arguments.max_steps,
             eval_steps=arguments.eval_steps,
-            held_out=min(arguments.held_out, num_questions // 4),
+            held_out=min(arguments.held_out, arguments.train_questions // 4),
             gradient_checkpointing=False if arguments.no_checkpointing else None,
             seed=arguments.seed,
         ),

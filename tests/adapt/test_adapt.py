@@ -20,7 +20,7 @@ from lazyattention.adapt.objectives import OBJECTIVES, distill_loss, distill_tok
 from lazyattention.adapt.rows import TrainingRow, make_batch
 from lazyattention.adapt.samples import Sample
 from lazyattention.adapt.trainer import Trainer, cut_by_tokens, split_samples
-from lazyattention.adapt.workflow import AdaptRequest, run_adapt
+from lazyattention.adapt.workflow import AdaptRequest, prepare_samples, run_adapt
 from lazyattention.cli import app
 from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.engine import Engine
@@ -142,6 +142,10 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path):
     assert longer.num_steps == 9
 
 
+def sample(lengths, answer):
+    return Sample(prompt(lengths), prompt(lengths), answer)
+
+
 def trainer_of(tmp_path, config=SMALL, loaded=None, num_samples=8):
     from peft import LoraConfig, get_peft_model
 
@@ -151,8 +155,53 @@ def trainer_of(tmp_path, config=SMALL, loaded=None, num_samples=8):
     loaded.model.set_attn_implementation(TRAINING_ATTENTION_NAME)
     torch.manual_seed(0)
     model = get_peft_model(loaded.model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    samples = [Sample(prompt(f"p7 d{9 + n} d12 t{4 + n}"), (5, 6 + n)) for n in range(num_samples)]
+    samples = [sample(f"p7 d{9 + n} d12 t{4 + n}", (5, 6 + n)) for n in range(num_samples)]
     return Trainer(model, loaded.rotaries, samples, config, tmp_path)
+
+
+def test_the_teacher_reads_what_the_question_is_about(tmp_path):
+    """With gold documents named, answers and targets are those over these documents alone."""
+    names = ["alo", "bmi", "cra", "dtu", "elo", "fmi"]
+    data = tmp_path / "gold.jsonl"
+    lines = []
+    for index, name in enumerate(names):
+        documents = [f"{other} is the keeper" for other in names]
+        gold = [5 - index, index] if index % 2 else [index]
+        lines.append({"question": f"who is {name}?", "documents": documents, "gold_documents": gold})
+    lines[-1]["gold_documents"] = []  # not known: the teacher reads all
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    request = request_of(tmp_path / "out", data=(str(data),), config=replace(SMALL, full_share=0.0))
+    engine = make_engine(load_tiny(), num_blocks=600)
+    samples = prepare_samples(engine, request)
+    examples = {example.question: example for example in read_examples(data)}
+    shown = [tuple(sorted(examples[f"who is {name}?"].gold_documents)) for name in names]
+    alone = [
+        replace(examples[f"who is {name}?"], documents=tuple(examples[f"who is {name}?"].documents[p] for p in gold))
+        if gold
+        else examples[f"who is {name}?"]
+        for name, gold in zip(names, shown, strict=True)
+    ]
+    layouts = [workflow_layout(engine, replace(example, gold_documents=())) for example in alone]
+    assert [list(sample.teacher_layout.token_ids) for sample in samples] == [list(one.token_ids) for one in layouts]
+    wholes = [workflow_layout(engine, examples[f"who is {name}?"]) for name in names]
+    assert [list(sample.layout.token_ids) for sample in samples] == [list(one.token_ids) for one in wholes]
+    answers = generate(engine, layouts, max_tokens=4, reuse_method="full_recompute")
+    assert [tuple(one.token_ids) for one in answers] == [sample.answer for sample in samples]
+    assert prepare_samples(engine, request) == samples  # read again
+    with pytest.raises(ConfigError, match="teacher_documents"):
+        prepare_samples(engine, replace(request, config=replace(SMALL, teacher_documents="all")))
+
+    def kl(teacher_layouts, method):
+        taught = score(engine, teacher_layouts, [one.answer for one in samples], reuse_method="full_recompute")
+        student = score(engine, wholes, [one.answer for one in samples], reuse_method=method)
+        pairs = zip(taught, student, strict=True)
+        return sum(float((t.logprobs.exp() * (t.logprobs - s.logprobs)).sum(1).mean()) for t, s in pairs) / len(samples)
+
+    trainer = trainer_of(tmp_path)
+    trainer.held_out = samples
+    for method in ("rotate_query", "full_recompute"):
+        assert trainer.held_out_loss(method) == pytest.approx(kl(layouts, method), rel=1e-3)
+        assert trainer.held_out_loss(method) != pytest.approx(kl(wholes, method), rel=1e-2)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path, monkeypatch):
@@ -252,7 +301,7 @@ def test_every_prompt_is_seen_once_an_epoch_and_some_with_full_attention(tmp_pat
 
 
 def test_a_prompt_given_twice_is_not_trained_on_when_held_out():
-    samples = [Sample(prompt(f"p7 d9 t{4 + n % 3}"), (5,)) for n in range(12)]
+    samples = [sample(f"p7 d9 t{4 + n % 3}", (5,)) for n in range(12)]
     training, held_out = split_samples(samples, replace(SMALL, held_out=1))
     assert len(held_out) == 1
     assert len(training) == 8
@@ -358,6 +407,7 @@ def test_the_isolated_encoding_is_trained_as_such(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"full_share": 1.5}, "full_share"),
+        ({"teacher_documents": "some"}, "teacher_documents must be 'gold' or 'all', got 'some'"),
         ({"max_minutes": 0}, "max_minutes"),
         ({"rank": -1}, "rank"),
         ({"chunk": ChunkOptions(chunk_bias=1.0)}, "chunk_temperature, chunk_bias"),

@@ -53,14 +53,14 @@ def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
     assert len(list((tmp_path / "cache" / "quality").iterdir())) == 2
     assert "needle-2" in capsys.readouterr().out
     # Started again, it measures and trains nothing anew.
-    adapt_stage = script.adapt_stage
-    monkeypatch.setattr(script, "adapt_stage", lambda *_: pytest.fail("trained again"))
+    run_adapt = script.run_adapt
+    monkeypatch.setattr(script, "run_adapt", lambda *_: pytest.fail("trained again"))
     script.main()
-    # A variant shares the base's model, records and samples; both go into one file.
+    # A variant shares the base's model and records; both go into one file.
     variant = f"{arguments} --base {tmp_path / 'out'} --seed 1".replace(
         f"--out {tmp_path / 'out'}", f"--out {tmp_path / 'v'}"
     )
-    monkeypatch.setattr(script, "adapt_stage", adapt_stage)
+    monkeypatch.setattr(script, "run_adapt", run_adapt)
     monkeypatch.setattr(sys, "argv", ["gpu_adapt.py", *variant.split()])
     script.main()
     combine = importlib.import_module("combine")
@@ -89,7 +89,6 @@ def test_a_plan_is_run_variant_by_variant_and_goes_on(script, tmp_path, monkeypa
     monkeypatch.setattr(script, "TASKS", {"needle-2": needle.__class__(needle.dataset, None, 2, 3)})
     monkeypatch.setattr(script, "_PLAIN_PROMPT_LEN", 12)
     monkeypatch.setattr(script, "_PLAIN_TARGET_LEN", 4)
-    monkeypatch.setattr(script, "_TRAIN", "needle")
     plan = {
         "name": "tiny",
         "main": "first",

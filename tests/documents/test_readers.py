@@ -171,6 +171,12 @@ def test_html_gives_readable_text(tmp_path):
     assert document.text == "Head\n\nOne bold word.\n\nfirst\nsecond\n\na b\nc\n\nline\nbreak & end"
 
 
+def test_an_html_title_is_no_text_where_the_head_is_left_out(tmp_path):
+    (tmp_path / "a.html").write_text("<!doctype html><title>T &amp; U</title><p>one")
+    document = read(tmp_path)[0][0]
+    assert (document.title, document.text) == ("T & U", "one")
+
+
 def test_html_keeps_lines_of_preformatted_text_only(tmp_path):
     (tmp_path / "a.html").write_text("<p>one\ntwo</p><pre>three\nfour</pre>")
     assert read(tmp_path)[0][0].text == "one two\n\nthree\nfour"

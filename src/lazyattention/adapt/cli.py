@@ -45,6 +45,13 @@ def adapt_command(
             "counting more; labels = gold answers."
         ),
     ] = "distill",
+    teacher_documents: Annotated[
+        str,
+        typer.Option(
+            help="What the teacher reads: gold = only the documents a question is about, where they are known (as of "
+            "questions the model writes); all = what the student reads."
+        ),
+    ] = "gold",
     system: Annotated[str | None, typer.Option(help='System message; "" = none.', show_default="short answers")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
     rank: Annotated[int, typer.Option(min=1, help="Of the LoRA matrices.")] = 32,
@@ -92,6 +99,7 @@ def adapt_command(
     engine_config = EngineConfig.of(None, **(engine_options or {}))
     config = AdaptConfig(
         objective=objective,
+        teacher_documents=teacher_documents,
         chunk=engine_config.chunk,
         rank=rank,
         alpha=2 * rank,

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from lazyattention.config import ChunkOptions
 from lazyattention.errors import ConfigError
 
+TEACHER_DOCUMENTS = ("gold", "all")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptConfig:
@@ -14,6 +16,8 @@ class AdaptConfig:
     Attributes:
         objective: "distill" (the model's own full-attention answers, no labels), "distill_tokens" (the same, every answer
             token counting alike instead of every prompt) or "labels" (gold answers).
+        teacher_documents: What the teacher reads: "gold" (of each prompt, only the documents that the question is about,
+            where they are known; of questions that the model wrote itself they are) or "all" (distill only).
         chunk: How documents are encoded, placed and looked at; the engine's options, for which the adapter is made.
         rank: Of the LoRA matrices.
         alpha: LoRA's scale is alpha / rank.
@@ -33,6 +37,7 @@ class AdaptConfig:
     """
 
     objective: str = "distill"
+    teacher_documents: str = "gold"
     chunk: ChunkOptions = field(default_factory=ChunkOptions)
     rank: int = 32
     alpha: int = 64
@@ -61,6 +66,10 @@ class AdaptConfig:
             raise ConfigError(
                 "an adapter is trained with the model's own attention scores; leave chunk_temperature, chunk_bias and "
                 "calibrated out (they can be calibrated for the adapted model afterwards)"
+            )
+        if self.teacher_documents not in TEACHER_DOCUMENTS:
+            raise ConfigError(
+                f"teacher_documents must be {' or '.join(map(repr, TEACHER_DOCUMENTS))}, got {self.teacher_documents!r}"
             )
         if self.full_share > 1:
             raise ConfigError(f"full_share must be in [0, 1], got {self.full_share}")

@@ -20,20 +20,30 @@ class TrainingRow:
 
     Attributes:
         layout: The prompt.
+        teacher_layout: What the teacher reads in its place; the question is the same.
         answer: Token ids behind it.
         plan: Who sees whom, and where everything stands.
     """
 
     layout: PromptLayout
+    teacher_layout: PromptLayout
     answer: tuple[int, ...]
     plan: ReusePlan
 
     @classmethod
     def of(
-        cls, layout: PromptLayout, answer: tuple[int, ...], reuse_method: str, chunking: Chunking | None = None
+        cls,
+        layout: PromptLayout,
+        answer: tuple[int, ...],
+        reuse_method: str,
+        chunking: Chunking | None = None,
+        *,
+        teacher_layout: PromptLayout | None = None,
     ) -> "TrainingRow":
         """Plan a row: "full_recompute" = full attention; any chunk method = the chunk mask."""
-        return cls(layout, answer, REUSE_METHODS[reuse_method].plan(layout, chunking or Chunking()))
+        taught = layout if teacher_layout is None else teacher_layout
+        assert taught.spans[-1].token_ids == layout.spans[-1].token_ids
+        return cls(layout, taught, answer, REUSE_METHODS[reuse_method].plan(layout, chunking or Chunking()))
 
     @property
     def num_tokens(self) -> int:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to learn from: given ones or ones the model writes, each with the answer full attention gives (or a gold one).
+"""Prompts to learn from: given ones or ones the model writes, each with the answer the teacher gives (or a gold one).
 
 Made once with the engine, kept as JSONL, read again when a run is resumed.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lazyattention.engine.engine import Engine
@@ -25,10 +25,12 @@ class Sample:
 
     Attributes:
         layout: The prompt.
+        teacher_layout: What the teacher reads in its place: the same question, perhaps over fewer documents.
         answer: Token ids, the end-of-sequence token included.
     """
 
     layout: PromptLayout
+    teacher_layout: PromptLayout
     answer: tuple[int, ...]
 
 
@@ -38,6 +40,7 @@ def answer_samples(
     *,
     system: str,
     max_tokens: int,
+    teacher_documents: str,
     use_gold: bool,
     path: Path,
     on_done: Callable[[], None] | None = None,
@@ -49,6 +52,7 @@ def answer_samples(
         examples: Questions over documents.
         system: System message; empty = none.
         max_tokens: Longest answer.
+        teacher_documents: "all", or "gold": see AdaptConfig.
         use_gold: Take gold answers instead of asking.
         path: JSONL, written as a whole.
         on_done: Called as each example is answered.
@@ -57,8 +61,9 @@ def answer_samples(
         ConfigError: `use_gold` and an example has none; or the file is not one of these.
     """
     if path.exists():
-        return read_samples(engine, path, system=system)
+        return read_samples(engine, path, system=system, teacher_documents=teacher_documents)
     layouts = [layout_of(engine, example, system) for example in examples]
+    taught = [layout_of(engine, taught_example(example, teacher_documents), system) for example in examples]
     if use_gold:
         lacking = [example.id for example in examples if not example.answers]
         if lacking:
@@ -73,18 +78,30 @@ def answer_samples(
             for example, layout in zip(examples, layouts, strict=True)
         ]
     else:
-        params = [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _ in layouts]
-        outputs = run_requests(engine, layouts, params, reuse_method="full_recompute", on_done=on_done)
+        params = [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _ in taught]
+        outputs = run_requests(engine, taught, params, reuse_method="full_recompute", on_done=on_done)
         answers = [tuple(output.outputs[0].token_ids) for output in outputs]
     lines = [
         json.dumps({"example": example.to_dict(), "answer": list(answer)}, ensure_ascii=False) + "\n"
         for example, answer in zip(examples, answers, strict=True)
     ]
     write_whole(path, lines)
-    return [Sample(layout, answer) for layout, answer in zip(layouts, answers, strict=True)]
+    return [Sample(*one) for one in zip(layouts, taught, answers, strict=True)]
 
 
-def read_samples(engine: Engine, path: Path, *, system: str) -> list[Sample]:
+def taught_example(example: QualityExample, teacher_documents: str) -> QualityExample:
+    """Return the question over what the teacher reads; all of it where nobody knows which documents it is about."""
+    if teacher_documents == "all" or not example.gold_documents:
+        return example
+    gold = sorted(set(example.gold_documents))
+    return replace(
+        example,
+        documents=tuple(example.documents[place] for place in gold),
+        gold_documents=tuple(range(len(gold))),
+    )
+
+
+def read_samples(engine: Engine, path: Path, *, system: str, teacher_documents: str) -> list[Sample]:
     """Read what `answer_samples` kept.
 
     Raises:
@@ -96,5 +113,6 @@ def read_samples(engine: Engine, path: Path, *, system: str) -> list[Sample]:
         if not isinstance(answer, list) or not isinstance(fields.get("example"), dict):
             raise ConfigError(f"{path}, line {number} is no sample; delete the file to have it made anew")
         example = parse_example(fields["example"], f"{path}, line {number}", str(number))
-        samples.append(Sample(layout_of(engine, example, system), tuple(answer)))
+        taught = layout_of(engine, taught_example(example, teacher_documents), system)
+        samples.append(Sample(layout_of(engine, example, system), taught, tuple(answer)))
     return samples

@@ -49,6 +49,7 @@ def describe_samples(engine: Engine, request: AdaptRequest) -> dict[str, Any]:
         "num_documents": request.num_documents,
         "system": request.system,
         "max_tokens": request.max_tokens,
+        "teacher_documents": request.config.teacher_documents,
         "use_gold": OBJECTIVES[request.config.objective].needs_answers,
         "seed": request.config.seed,
         "max_chunk_len": engine.config.cache.max_chunk_len,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: student under the chunk mask, teacher the same model with full attention and its adapter off.
 
-A step is `batch_size` prompts, packed into forward passes of at most `micro_batch_tokens` tokens. Every `eval_steps` the held-out loss is
+The teacher may read fewer documents (`AdaptConfig.teacher_documents`). A step is `batch_size` prompts, packed into forward passes of at most `micro_batch_tokens` tokens. Every `eval_steps` the held-out loss is
 measured, the best adapter kept and a checkpoint written; a run that is started again goes on from it.
 """
 
@@ -169,7 +169,7 @@ class Trainer:
         )
         teacher = None
         if self.objective.needs_teacher:
-            full = [TrainingRow.of(row.layout, row.answer, FULL_METHOD) for row in rows]
+            full = [TrainingRow.of(row.teacher_layout, row.answer, FULL_METHOD) for row in rows]
             seen = make_batch(full, self.rotaries, pad_token_id=self._pad_token_id, device=self.device)
             with torch.no_grad(), self.model.disable_adapter():
                 teacher = self._logits(seen)
@@ -213,7 +213,7 @@ class Trainer:
     def _row(self, sample: Sample, method: str) -> TrainingRow:
         # Full attention is that of ordinary prompts, whatever the options.
         chunking = self._chunking if method == STUDENT_METHOD else None
-        return TrainingRow.of(sample.layout, sample.answer, method, chunking)
+        return TrainingRow.of(sample.layout, sample.answer, method, chunking, teacher_layout=sample.teacher_layout)
 
     # Measuring, stopping, resuming -----------------------------------------------------------------------------------
 

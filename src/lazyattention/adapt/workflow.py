@@ -112,6 +112,7 @@ def prepare_samples(engine: Engine, request: AdaptRequest) -> list[Sample]:
             examples,
             system=request.system,
             max_tokens=request.max_tokens,
+            teacher_documents=request.config.teacher_documents,
             use_gold=objective.needs_answers,
             path=path,
             on_done=advance,

@@ -52,7 +52,7 @@ _HTML_BLOCKS = [
     "tr",
     "ul",
 ]
-_HTML_UNREAD = ["script", "style", "noscript", "template", "head"]
+_HTML_UNREAD = ["script", "style", "noscript", "template", "head", "title"]  # a head may be left out around a title
 
 
 @dataclass(frozen=True, slots=True)
