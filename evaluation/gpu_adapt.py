@@ -130,11 +130,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-plain", type=int, default=50, help="plain texts")
     parser.add_argument(
         "--train",
-        default="nq-train:nq-open-oracle.jsonl.gz",
-        help="data set and file in the data folder; or a folder of documents there, about which the model writes the "
+        nargs="+",
+        default=["nq-train:nq-open-oracle.jsonl.gz"],
+        help="data sets, and their files in the data folder; or a folder of documents there, about which the model writes the "
         "questions (`passages.py` makes one)",
     )
-    parser.add_argument("--train-questions", type=int, default=1200)
+    parser.add_argument("--train-questions", type=int, default=1200, help="of each")
     parser.add_argument("--train-documents", type=int, nargs=2, default=(10, 10))
     parser.add_argument(
         "--calibration-questions", type=int, default=24, help="of the training set, per calibrated option"
@@ -252,29 +253,31 @@ def calibrate_options(arguments: argparse.Namespace, engine: Engine, found: dict
         calibration = find_calibration(engine.loaded.weights_id, config, options)
         if calibration is None:
             examples = build_dataset(
-                train_data(arguments),
+                train_data(arguments)[0],
                 num_documents=arguments.train_documents[1],
                 num_questions=arguments.calibration_questions,
             )
             measure_config = MeasureConfig(max_tokens=arguments.max_tokens)
-            calibration = calibrate(engine, examples, config.chunk, measure_config, data=arguments.train)
+            calibration = calibrate(engine, examples, config.chunk, measure_config, data=arguments.train[0])
             remember_calibration(engine.loaded.weights_id, config, calibration)
         found[f"{name}, chunks of {engine.config.cache.max_chunk_len}"] = asdict(calibration)
 
 
-def train_data(arguments: argparse.Namespace) -> str:
-    """Return the training set with its path: a built-in set's file, or a folder of documents in the data folder."""
-    name, _, file = arguments.train.partition(":")
-    if file:
-        return f"{name}:{arguments.data_folder / file}"
-    folder = arguments.data_folder / name
-    return str(folder) if folder.is_dir() else name
+def train_data(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the training sets with their paths: a built-in set's file, or a folder of documents in the data folder."""
+    found = []
+    for source in arguments.train:
+        name, _, file = source.partition(":")
+        folder = arguments.data_folder / name
+        found.append(f"{name}:{arguments.data_folder / file}" if file else str(folder) if folder.is_dir() else name)
+    return tuple(found)
 
 
 def plain_text_nlls(arguments: argparse.Namespace, engine: Engine) -> list[float]:
     """NLL per token of ordinary text behind ordinary text, no documents: one value per text."""
     texts = []
-    for example in TASKS[arguments.tasks[0]].examples(arguments.data_folder):
+    # The same texts whatever is asked: before and after are compared text by text.
+    for example in TASKS[next(iter(TASKS))].examples(arguments.data_folder):
         text = " ".join(document.text for document in example.documents[:2])
         token_ids = list(engine.loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(token_ids) >= _PLAIN_PROMPT_LEN + _PLAIN_TARGET_LEN:
@@ -293,7 +296,7 @@ def plain_text_nlls(arguments: argparse.Namespace, engine: Engine) -> list[float
 def adapt_request(arguments: argparse.Namespace, output: Path) -> AdaptRequest:
     """What to adapt to and how; the folder keeps samples, log and checkpoint."""
     return AdaptRequest(
-        data=(train_data(arguments),),
+        data=train_data(arguments),
         output=output,
         num_questions=arguments.train_questions,
         num_documents=tuple(arguments.train_documents),

@@ -40,10 +40,7 @@ def adapt_command(
     ] = "5-10",
     objective: Annotated[
         str,
-        typer.Option(
-            help="distill = the model's own full-attention answers, no labels; distill_tokens = the same, long answers "
-            "counting more; labels = gold answers."
-        ),
+        typer.Option(help="distill = the model's own full-attention answers, no labels; labels = gold answers."),
     ] = "distill",
     teacher_documents: Annotated[
         str,

@@ -14,8 +14,7 @@ class AdaptConfig:
     """How the adapter is trained.
 
     Attributes:
-        objective: "distill" (the model's own full-attention answers, no labels), "distill_tokens" (the same, every answer
-            token counting alike instead of every prompt) or "labels" (gold answers).
+        objective: "distill" (the model's own full-attention answers, no labels) or "labels" (gold answers).
         teacher_documents: What the teacher reads: "gold" (of each prompt, only the documents that the question is about,
             where they are known; of questions that the model wrote itself they are) or "all" (distill only).
         chunk: How documents are encoded, placed and looked at; the engine's options, for which the adapter is made.

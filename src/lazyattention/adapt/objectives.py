@@ -33,22 +33,14 @@ def distill_loss(
     """KL(teacher || student), averaged over the answer's tokens, plus the question's with a weight.
 
     Source: block masks and position re-encoding as in Ma et al. 2025, arXiv:2409.15355. Differences: no labels; the
-    targets are the same model's distributions under full attention (self-distillation), and a chunk sees the preamble.
+    targets are the same model's distributions under full attention (self-distillation), over the documents that the
+    question is about where they are known, and a chunk sees the preamble.
     """
-    answer, question = _row_kls(student, teacher, batch, question_weight)
-    return answer + question_weight * question
-
-
-def distill_tokens_loss(
-    student: torch.Tensor, teacher: torch.Tensor | None, batch: TrainingBatch, question_weight: float
-) -> torch.Tensor:
-    """As `distill_loss`, but every answer token of a step counts the same, not every prompt.
-
-    With a mean per prompt, ending a short answer counts more than going on with a long one; answers become shorter.
-    """
-    answer, question = _row_kls(student, teacher, batch, question_weight)
-    lengths = torch.bincount(batch.kept_rows[batch.answer_mask], minlength=batch.num_rows).to(answer.dtype)
-    return answer * (lengths / batch.mean_answer_len) + question_weight * question
+    assert teacher is not None
+    answer = _row_means(_kl(student, teacher, batch.answer_mask), batch.answer_mask, batch)
+    if not question_weight:
+        return answer
+    return answer + question_weight * _row_means(_kl(student, teacher, batch.question_mask), batch.question_mask, batch)
 
 
 def labels_loss(
@@ -62,17 +54,6 @@ def labels_loss(
     return _row_means(
         functional.cross_entropy(student[mask].float(), batch.targets[mask], reduction="none"), mask, batch
     )
-
-
-def _row_kls(
-    student: torch.Tensor, teacher: torch.Tensor | None, batch: TrainingBatch, question_weight: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean KL over each row's answer and over its question: `[num_rows]` each; the latter is 0 where it has no weight."""
-    assert teacher is not None
-    answer = _row_means(_kl(student, teacher, batch.answer_mask), batch.answer_mask, batch)
-    if not question_weight:
-        return answer, torch.zeros_like(answer)
-    return answer, _row_means(_kl(student, teacher, batch.question_mask), batch.question_mask, batch)
 
 
 def _kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -93,5 +74,4 @@ def _row_means(values: torch.Tensor, mask: torch.Tensor, batch: TrainingBatch) -
 
 OBJECTIVES: Registry[Objective] = Registry("objective")
 OBJECTIVES.register("distill", Objective(distill_loss, needs_teacher=True, needs_answers=False))
-OBJECTIVES.register("distill_tokens", Objective(distill_tokens_loss, needs_teacher=True, needs_answers=False))
 OBJECTIVES.register("labels", Objective(labels_loss, needs_teacher=False, needs_answers=True))

@@ -69,7 +69,6 @@ class TrainingBatch:
         question_mask: bool `[num_kept]`, those that predict a question token.
         targets: int64 `[num_kept]`, the token each one predicts.
         num_rows: Rows.
-        mean_answer_len: Tokens of an answer, averaged over all rows of the step that this batch is a part of.
     """
 
     input_ids: torch.Tensor
@@ -80,7 +79,6 @@ class TrainingBatch:
     question_mask: torch.Tensor
     targets: torch.Tensor
     num_rows: int
-    mean_answer_len: float
 
     def __len__(self) -> int:
         return self.num_rows
@@ -153,7 +151,6 @@ def make_batch(
     *,
     pad_token_id: int = 0,
     device: torch.device | str = "cpu",
-    step_rows: Sequence[TrainingRow] | None = None,
 ) -> TrainingBatch:
     """Pack rows into one sequence; masks follow `ReuseMethod.plan`, as in the engine.
 
@@ -162,7 +159,6 @@ def make_batch(
         rotaries: Per layer, how keys turn.
         pad_token_id: What fills the last tile.
         device: Where the tensors go.
-        step_rows: All rows of the step that these are a part of; None = these are all.
     """
     packed = _Packed()
     for row in rows:
@@ -189,7 +185,6 @@ def make_batch(
         prompts=tuple(packed.prompts),
         rotaries=tuple(rotaries),
     )
-    step_rows = rows if step_rows is None else step_rows
     is_answer = torch.tensor(packed.is_answer, dtype=torch.bool, device=device)
     return TrainingBatch(
         input_ids=tensor(padded(packed.token_ids, pad_token_id))[None],
@@ -200,5 +195,4 @@ def make_batch(
         question_mask=~is_answer,
         targets=tensor([packed.token_ids[place + 1] for place in packed.kept]),
         num_rows=len(rows),
-        mean_answer_len=sum(len(row.answer) for row in step_rows) / len(step_rows),
     )

@@ -133,7 +133,7 @@ class Trainer:
         losses: list[float] = []
         with torch.no_grad():
             for part in cut_by_tokens(rows, self.config.micro_batch_tokens):
-                losses += self._losses(part, rows, question_weight=0.0).tolist()
+                losses += self._losses(part, question_weight=0.0).tolist()
         return sum(losses) / len(losses)
 
     # One step --------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Trainer:
         rows = self._rows_of_step(self.log.num_steps)
         total = 0.0
         for part in cut_by_tokens(rows, self.config.micro_batch_tokens):
-            loss = self._losses(part, rows, question_weight=self.config.question_weight).sum() / len(rows)
+            loss = self._losses(part, question_weight=self.config.question_weight).sum() / len(rows)
             torch.autograd.backward(loss)
             total += float(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.params, 1.0)
@@ -161,12 +161,8 @@ class Trainer:
         self.log.losses.append(total)
         return is_finite
 
-    def _losses(
-        self, rows: Sequence[TrainingRow], step_rows: Sequence[TrainingRow], *, question_weight: float
-    ) -> torch.Tensor:
-        batch = make_batch(
-            rows, self.rotaries, pad_token_id=self._pad_token_id, device=self.device, step_rows=step_rows
-        )
+    def _losses(self, rows: Sequence[TrainingRow], *, question_weight: float) -> torch.Tensor:
+        batch = make_batch(rows, self.rotaries, pad_token_id=self._pad_token_id, device=self.device)
         teacher = None
         if self.objective.needs_teacher:
             full = [TrainingRow.of(row.teacher_layout, row.answer, FULL_METHOD) for row in rows]
