@@ -436,14 +436,17 @@ def test_the_command_adapts(tmp_path):
         "--rank",
         "4",
     ]
-    arguments += ["--gradient-checkpointing"]
+    arguments += ["--gradient-checkpointing", "--teacher-documents", "all"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "held-out loss under the chunk mask" in result.output
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert json.loads((tmp_path / "adapter" / "adapt.json").read_text())["config"]["teacher_documents"] == "all"
     Engine(load_model(str(folder), adapter=str(tmp_path / "adapter"), progress=False))
     wrong = CliRunner().invoke(app, [*arguments, "--objective", "distil"])
     assert wrong.exit_code == 2
+    wrong = CliRunner().invoke(app, [*arguments, "--teacher-documents", "some"])
+    assert "teacher_documents must be 'gold' or 'all', got 'some'" in " ".join(wrong.output.split())
 
 
 def test_a_missing_package_is_named_before_any_sample_is_made(tmp_path, monkeypatch):
