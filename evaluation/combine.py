@@ -124,6 +124,7 @@ def variant(folder: Path, base: dict[str, list[Record]], base_folder: Path) -> d
     ]
     before_after = [json.loads(path.read_text(encoding="utf-8")) for path in plain]
     return {
+        "commit": run["environment"]["commit"],
         "config": training["config"],
         "train_option": trained_option,
         "num_samples": training["num_samples"],

@@ -40,6 +40,7 @@ from lazyattention.quality.calibrate import calibrate
 from lazyattention.quality.datasets import build_dataset
 from lazyattention.quality.measure import MeasureConfig, measure, read_records
 from lazyattention.quality.options import FULL_ATTENTION, reuse_option
+from lazyattention.quality.questions import DISTRACTORS
 from lazyattention.quality.report import loss_of, summarize, summarize_against
 from lazyattention.quality.statistics import paired_difference
 from lazyattention.utils.environment import describe_environment
@@ -137,6 +138,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--train-questions", type=int, default=1200, help="of each")
     parser.add_argument("--train-documents", type=int, nargs=2, default=(10, 10))
+    parser.add_argument("--distractors", choices=DISTRACTORS, default="random", help="of questions the model writes")
     parser.add_argument(
         "--calibration-questions", type=int, default=24, help="of the training set, per calibrated option"
     )
@@ -300,6 +302,7 @@ def adapt_request(arguments: argparse.Namespace, output: Path) -> AdaptRequest:
         output=output,
         num_questions=arguments.train_questions,
         num_documents=tuple(arguments.train_documents),
+        distractors=arguments.distractors,
         max_tokens=arguments.max_tokens,
         config=AdaptConfig(
             objective=arguments.objective,

@@ -60,6 +60,7 @@ def test_wrong_data_is_named_before_a_model_is_there(tmp_path, data):
         (("nq-train",), {}, "nq-train takes a file"),
         ((data, data), {}, "given twice"),
         ((data,), {"num_documents": (3, 2)}, "num_documents must be a range"),
+        ((data,), {"distractors": "hard"}, "distractors must be 'random' or 'similar', got 'hard'"),
         ((write(tmp_path / "bare.jsonl", {"question": "who?"}),), {}, "line 1 has no 'documents'"),
         ((write(tmp_path / "empty.jsonl"),), {}, "holds no questions"),
     ]:
@@ -133,17 +134,20 @@ def test_the_documents_of_a_folder_are_what_counts(tmp_path, monkeypatch):
     asked = []
 
     def write_questions(engine, passages, **more):
+        assert more["distractors"] == "similar"
         asked.append([passage.text for passage in passages])
         return [parse_example(line, "", str(n)) for n, line in enumerate(questions())]
 
     monkeypatch.setattr(sources, "write_questions", write_questions)
-    run_adapt(load_tiny(), request_of(tmp_path, notes))
+    run_adapt(load_tiny(), request_of(tmp_path, notes, distractors="similar"))
     moved = notes.rename(tmp_path / "moved")
-    run_adapt(load_tiny(), request_of(tmp_path, moved))
+    run_adapt(load_tiny(), request_of(tmp_path, moved, distractors="similar"))
+    with pytest.raises(ConfigError, match="differs in distractors"):
+        run_adapt(load_tiny(), request_of(tmp_path, moved))
     assert asked == [["the cape is north"]]
     (moved / "b.txt").write_text("more")
     with pytest.raises(ConfigError, match="differs in data"):
-        run_adapt(load_tiny(), request_of(tmp_path, moved))
+        run_adapt(load_tiny(), request_of(tmp_path, moved, distractors="similar"))
 
 
 def test_a_killed_command_goes_on_where_it_was(tmp_path, data):

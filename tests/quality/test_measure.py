@@ -258,6 +258,21 @@ def test_another_run_does_not_mix_into_a_folder(tmp_path):
         measure(engine_of(), [EXAMPLES[0], EXAMPLES[0]], CONFIG, tmp_path / "twice")
 
 
+def test_a_run_from_when_documents_could_end_with_a_separator_goes_on(tmp_path):
+    want = measure(engine_of(), EXAMPLES[:1], CONFIG, tmp_path)
+    path = tmp_path / "run.json"
+    run = json.loads(path.read_text())
+    for separator in ("", "---"):
+        for option in run["options"].values():
+            option["chunk_options"]["separator"] = separator
+        path.write_text(json.dumps(run))
+        if separator:
+            with pytest.raises(ConfigError, match="differs in options"):
+                measure(engine_of(), EXAMPLES[:1], CONFIG, tmp_path)
+        else:
+            assert measure(engine_of(), EXAMPLES[:1], CONFIG, tmp_path) == want
+
+
 def test_the_summary_says_what_the_records_say(tmp_path):
     records = measure(engine_of(), EXAMPLES, CONFIG, tmp_path)
     summary = summarize(records)
@@ -400,6 +415,36 @@ def test_the_model_asks_about_each_passage_and_hides_it(monkeypatch):
         write_questions(engine, passages, num_questions=2, num_documents=2)
     with pytest.raises(ConfigError, match="no text"):
         write_questions(engine, [], num_questions=2, num_documents=2)
+
+
+def test_distractors_may_be_what_a_retriever_would_bring(monkeypatch):
+    engine = engine_of()
+    names, things = ("ada", "bel", "cor", "dan"), ("lamp", "cape", "boat")
+    passages = [Document(f"{name} has the {thing}", id=f"{name} {thing}") for name in names for thing in things]
+
+    def written(distractors, num_documents, seed=0):
+        _Asks(monkeypatch, [f"what has {name} beside a house?" for name in names for _ in things])
+        more = {"num_documents": num_documents, "distractors": distractors, "seed": seed}
+        examples = write_questions(engine, passages, num_questions=len(passages), **more)
+        for example in examples:
+            assert len({d.document_id for d in example.documents}) == len(example.documents) == num_documents
+        golds = {example.documents[example.gold_documents[0]].document_id for example in examples}
+        assert golds == {passage.document_id for passage in passages}
+        return examples
+
+    def num_alike(examples):
+        found = []
+        for example in examples:
+            others = [d for place, d in enumerate(example.documents) if place not in example.gold_documents]
+            found.append(sum(d.text.startswith(example.question.split()[2]) for d in others))
+        return found
+
+    similar = written("similar", 3)
+    assert {*num_alike(similar), *num_alike(written("similar", 3, seed=1))} == {0, 1, 2}  # from none to all
+    assert sum(num_alike(similar)) > 2 * sum(num_alike(written("random", 3)))
+    assert {example.gold_documents for example in similar} == {(0,), (1,), (2,)}
+    assert written("similar", 3) == similar
+    written("similar", len(passages))  # all there are
 
 
 def test_the_command_measures_and_the_gate_remembers(tmp_path):

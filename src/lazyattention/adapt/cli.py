@@ -38,6 +38,13 @@ def adapt_command(
     num_documents: Annotated[
         str, typer.Option(help="Documents per prompt: a number, or a range such as 2-10.")
     ] = "5-10",
+    distractors: Annotated[
+        str,
+        typer.Option(
+            help="Of questions the model writes, which documents stand beside the right one: random; or similar = in part those "
+            "that share most words with the question (not measured yet)."
+        ),
+    ] = "random",
     objective: Annotated[
         str,
         typer.Option(help="distill = the model's own full-attention answers, no labels; labels = gold answers."),
@@ -117,6 +124,7 @@ def adapt_command(
         output=output,
         num_questions=num_questions,
         num_documents=read_range(num_documents),
+        distractors=distractors,
         system=SHORT_ANSWERS if system is None else system,
         max_tokens=max_tokens,
         config=config,

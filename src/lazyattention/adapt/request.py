@@ -17,6 +17,8 @@ class AdaptRequest:
         output: Folder of the adapter and of all that is needed to go on.
         num_questions: At most so many per source.
         num_documents: Documents per question: the range (low, high) to draw from; built-in sets take turns within it.
+        distractors: Of questions that the model writes: which documents stand beside the one it is about, "random" or
+            "similar" (see `write_questions`).
         system: System message; empty = none.
         max_tokens: Longest answer.
         config: How to train.
@@ -27,6 +29,7 @@ class AdaptRequest:
     output: Path
     num_questions: int = 1000
     num_documents: tuple[int, int] = (5, 10)
+    distractors: str = "random"
     system: str = SHORT_ANSWERS
     max_tokens: int = 32
     config: AdaptConfig = field(default_factory=AdaptConfig)

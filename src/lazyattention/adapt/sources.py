@@ -13,7 +13,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.quality.datasets import build_dataset, is_builtin
 from lazyattention.quality.examples import QualityExample, digest_examples, read_examples
 from lazyattention.quality.progress import progress_bar
-from lazyattention.quality.questions import passages_of, write_questions
+from lazyattention.quality.questions import DISTRACTORS, passages_of, write_questions
 from lazyattention.quality.sources import check_source, is_jsonl, read_all
 from lazyattention.utils.hashing import digest_fields
 
@@ -32,6 +32,8 @@ def check_data(request: AdaptRequest) -> None:
     low, high = request.num_documents
     if not 1 <= low <= high:
         raise ConfigError(f"num_documents must be a range of at least 1, got {low} to {high}")
+    if request.distractors not in DISTRACTORS:
+        raise ConfigError(f"distractors must be {' or '.join(map(repr, DISTRACTORS))}, got {request.distractors!r}")
     for index, source in enumerate(request.data):
         if source in request.data[:index]:
             raise ConfigError(f"data {source!r} was given twice; give it once")
@@ -47,6 +49,7 @@ def describe_samples(engine: Engine, request: AdaptRequest) -> dict[str, Any]:
         "data": [_digest_source(source) for source in request.data],
         "num_questions": request.num_questions,
         "num_documents": request.num_documents,
+        "distractors": request.distractors,
         "system": request.system,
         "max_tokens": request.max_tokens,
         "teacher_documents": request.config.teacher_documents,
@@ -90,6 +93,7 @@ def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExamp
                 passages,
                 num_questions=request.num_questions,
                 num_documents=request.num_documents,
+                distractors=request.distractors,
                 seed=request.config.seed,
                 on_done=advance,
             )

@@ -3,9 +3,10 @@
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lazyattention.documents.document import Document
+from lazyattention.documents.retrieval import BM25Retriever
 from lazyattention.documents.splitter import split_document
 from lazyattention.engine.engine import Engine
 from lazyattention.engine.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ _INSTRUCTION = (
     "Write one short question about a fact stated in the document above, so that its answer is a name, a number or a few "
     "words of the document. Name what the question is about; do not write 'the document'. Write the question only."
 )
+DISTRACTORS = ("random", "similar")
 _MAX_QUESTION_TOKENS = 48
 _MIN_LETTERS = 12
 _LEAD = re.compile(r"^\s*(?:[-*\d.)]+\s*)?(?:\*\*)?(?:question)?\s*:?\s*(?:\*\*)?\s*", re.IGNORECASE)
@@ -45,17 +47,20 @@ def write_questions(
     *,
     num_questions: int,
     num_documents: "int | tuple[int, int]",
+    distractors: str = "random",
     seed: int = 0,
     on_done: Callable[[], None] | None = None,
 ) -> list[QualityExample]:
-    """Let the model ask about passages, each shown alone; then hide each passage among random others.
+    """Let the model ask about passages, each shown alone; then hide each passage among others.
 
     Args:
         engine: Its model writes; greedy first, with a temperature where a passage is asked about again.
         passages: What to ask about, in turn; from `passages_of`.
         num_questions: How many to try; those that are no question are left out.
         num_documents: Documents per question, or a range (low, high) to draw from.
-        seed: Of passages, companions and order.
+        distractors: Which others: "random", or "similar": some of them, none to all, are those that share most words with
+            the question (BM25), as a retriever would bring them; the rest is random.
+        seed: Of passages, distractors and order.
         on_done: Called as each try is done.
 
     Raises:
@@ -78,6 +83,8 @@ def write_questions(
     ]
     outputs = run_requests(engine, layouts, params, reuse_method="full_recompute", on_done=on_done)
     examples = []
+    retriever = BM25Retriever(passages) if distractors == "similar" else None
+    place_of = {id(passage): place for place, passage in enumerate(passages)}
     asked: set[tuple[int, str]] = set()
     for index, (place, output) in enumerate(zip(chosen, outputs, strict=True)):
         question = read_question(output.text)
@@ -86,7 +93,11 @@ def write_questions(
         asked.add((place, question))
         low, high = (num_documents, num_documents) if isinstance(num_documents, int) else num_documents
         wanted = min(draw.randint(low, high), len(passages)) - 1
-        others = draw.sample([other for other in range(len(passages)) if other != place], wanted)
+        similar = [] if retriever is None else _similar(retriever, place_of, question, place, draw.randint(0, wanted))
+        rest = [other for other in range(len(passages)) if other != place and other not in similar]
+        others = similar + draw.sample(rest, wanted - len(similar))
+        if similar:
+            draw.shuffle(others)
         gold = draw.randrange(wanted + 1)
         shown = tuple(passages[other] for other in [*others[:gold], place, *others[gold:]])
         examples.append(QualityExample(f"own-{seed}-{index}", question, shown, (), (gold,)))
@@ -96,6 +107,14 @@ def write_questions(
             "questions of your own as JSONL, or use a model that follows instructions"
         )
     return examples
+
+
+def _similar(
+    retriever: BM25Retriever, place_of: Mapping[int, int], question: str, place: int, wanted: int
+) -> list[int]:
+    """Return the places of the passages that match a question best, the one at `place` left out."""
+    found = [place_of[id(one.document)] for one in retriever.retrieve(question, wanted + 1)]
+    return [other for other in found if other != place][:wanted]
 
 
 def read_question(text: str) -> str | None:
