@@ -9,7 +9,7 @@ cache and under its own causal (and sliding) mask, or one made of positions wher
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -30,7 +30,6 @@ class Mask:
 
     Attributes:
         encoding: "isolated", "after_preamble", or "full": ordinary causal attention over everything.
-        separator: Tokens at each document's end.
         sink: Tokens that each document is computed behind, and nobody else sees.
         num_hidden: First tokens of each document that nobody else sees.
         is_parallel: Neighbouring documents start at the same position.
@@ -39,7 +38,6 @@ class Mask:
     """
 
     encoding: str = "after_preamble"
-    separator: tuple[int, ...] = ()
     sink: tuple[int, ...] = ()
     num_hidden: int = 0
     is_parallel: bool = False
@@ -53,17 +51,14 @@ class Mask:
         return first.token_ids if self.encoding == "after_preamble" and first.is_preamble and has_documents else ()
 
     def placed(self, layout: PromptLayout) -> Iterator[tuple[Span, int]]:
-        """Each span, separator included, and its first position."""
+        """Each span and its first position."""
         first = behind = end = 0  # of neighbouring documents; of the span before; of all so far
-        for span, following in zip(layout.spans, (*layout.spans[1:], None), strict=True):
+        for span in layout.spans:
             start = behind
             if not span.is_document:
                 start = end
             elif self.is_parallel and span.token_ids and not span.chunk_index:
                 start = first
-            goes_on = following is not None and following.document_id == span.document_id and following.chunk_index
-            if span.is_document and span.token_ids and not goes_on:
-                span = replace(span, token_ids=(*span.token_ids, *self.separator))
             yield span, start
             behind = start + len(span.token_ids)
             end = max(end, behind)

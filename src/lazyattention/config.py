@@ -2,6 +2,7 @@
 """Frozen, checked options of the engine. Command-line flags and documentation are generated from these fields."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from lazyattention.errors import ConfigError
 ENCODINGS = ("after_preamble", "isolated")
 POSITIONS = ("contiguous", "parallel")
 DOCUMENT_PLACES = ("first_user", "last_user", "system")
+GONE_OPTIONS: Mapping[str, object] = {"separator": ""}
+"""Options of earlier versions, which kept files still name, and the value that means what is done now."""
 
 
 def _doc(text: str, **more: object) -> dict[str, object]:
@@ -91,12 +94,11 @@ class SchedulerConfig:
 class ChunkOptions:
     """How documents are encoded, placed and looked at when they are reused. All of it is exact: the same for every chunk method.
 
-    Full attention knows no chunks: of these options only the separator reaches it.
+    Full attention knows no chunks: none of these options reaches it.
 
     Attributes:
         encoding: What a chunk sees when it is encoded: "after_preamble" (the text before the first document) or
             "isolated" (nothing else).
-        separator: Text put behind each document, as the end of its last chunk.
         positions: Where documents stand: "contiguous" (one behind the other) or "parallel" (neighbours all start at the
             same position; the text after them goes on behind the longest).
         num_hidden: First tokens of each chunk that only the chunk itself sees; at least one token stays visible.
@@ -108,7 +110,6 @@ class ChunkOptions:
     """
 
     encoding: str = field(default="after_preamble", metadata=_doc("What a chunk sees when encoded.", choices=ENCODINGS))
-    separator: str = field(default="", metadata=_doc("Text put behind each document."))
     positions: str = field(default="contiguous", metadata=_doc("Where documents stand.", choices=POSITIONS))
     num_hidden: int = field(default=0, metadata=_doc("First tokens of each chunk that only the chunk itself sees."))
     sink: str = field(
@@ -125,10 +126,8 @@ class ChunkOptions:
     def __post_init__(self) -> None:
         _check_choice(self, "encoding", ENCODINGS)
         _check_choice(self, "positions", POSITIONS)
-        for name in ("separator", "sink"):
-            text = getattr(self, name)
-            if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
-                raise ConfigError(f"{name} must be a text, got {text!r:.80}")
+        if not isinstance(self.sink, str) or any("\ud800" <= char <= "\udfff" for char in self.sink):
+            raise ConfigError(f"sink must be a text, got {self.sink!r:.80}")
         if isinstance(self.num_hidden, bool) or not isinstance(self.num_hidden, int) or self.num_hidden < 0:
             raise ConfigError(f"num_hidden must be a whole number of at least 0, got {self.num_hidden!r}")
         # Beyond these, scores leave float32's range.
@@ -219,6 +218,11 @@ class EngineConfig:
             parts[owners[name]][name] = value
         config = replace(config, **parts.pop(""))
         return replace(config, **{part: replace(getattr(config, part), **given) for part, given in parts.items()})
+
+
+def without_gone_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of kept values what names an option of earlier versions and means what is done now."""
+    return {name: value for name, value in values.items() if name not in GONE_OPTIONS or value != GONE_OPTIONS[name]}
 
 
 def _unknown_option(name: str, known: list[str]) -> str:

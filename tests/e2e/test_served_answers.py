@@ -61,7 +61,7 @@ def test_answers_over_http_equal_the_offline_engine(loaded, server):
     "options",
     [
         {"positions": "parallel", "num_hidden": 3, "sink": "bos", "chunk_temperature": 0.8, "chunk_bias": -0.5},
-        {"encoding": "isolated", "separator": "the log\n", "recompute": "attention:0.3"},
+        {"encoding": "isolated", "sink": "the log\n", "recompute": "attention:0.3"},
         {"max_loss": 0.1, "num_hidden": 2, "recompute": "first:4"},
     ],
 )

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:
 PROMPTS = ("p11 d9 d16 d33 t5", "p11 t6 d9 t7 d33 d16 t8 d1 t5", "d16 d0 d2 d9 t5", "p11 d9 d9 t4 d9 t5", "t9")
 TEXT = "the log\n"
 ALONE = [
-    ChunkOptions(separator=TEXT),
     ChunkOptions(positions="parallel"),
     ChunkOptions(num_hidden=4),
     ChunkOptions(sink="bos"),
@@ -47,7 +46,7 @@ ALONE = [
 TOGETHER = [
     ChunkOptions(encoding="isolated", sink=TEXT),
     ChunkOptions(encoding="isolated", num_hidden=3, positions="parallel"),
-    ChunkOptions(separator=TEXT, positions="parallel", num_hidden=9, sink="bos"),
+    ChunkOptions(positions="parallel", num_hidden=9, sink="bos"),
     ChunkOptions(positions="parallel", num_hidden=2, sink="bos", chunk_temperature=1.3, chunk_bias=0.8),
 ]
 # Partial, interleaved and no RoPE; windows; soft caps; sinks of the model's own; two tables.
@@ -135,7 +134,6 @@ def test_a_tight_pool_gives_the_oracles_logits():
     options=st.builds(
         ChunkOptions,
         encoding=st.sampled_from(["after_preamble", "isolated"]),
-        separator=st.sampled_from(["", TEXT]),
         positions=st.sampled_from(["contiguous", "parallel"]),
         num_hidden=st.sampled_from([0, 1, 5, 40]),
         sink=st.sampled_from(["", "bos", TEXT]),
@@ -166,14 +164,9 @@ def test_full_attention_is_what_it_is_without_options():
         assert error_of(recorder.of(method), want) < TOLERANCE
 
 
-def test_a_separator_is_part_of_the_prompt_and_a_sink_is_not():
+def test_a_sink_is_no_part_of_the_prompt():
     engine = make_small()
     layout = prompt("p11 d9 t5")
-    separator = tuple(tiny_tokenizer()(TEXT, add_special_tokens=False)["input_ids"])
-    with_separator = answer(engine, layout, chunk_options=ChunkOptions(separator=TEXT))
-    assert with_separator.num_prompt_tokens == 25 + len(separator)
-    assert tuple(with_separator.prompt_token_ids[20 : 20 + len(separator)]) == separator
-    assert with_separator.documents[0].num_tokens == 9 + len(separator)
     with_sink = answer(engine, layout, chunk_options=ChunkOptions(sink=TEXT, num_hidden=4))
     assert with_sink.prompt_token_ids == layout.token_ids
     assert with_sink.documents[0].num_tokens == 9
@@ -287,7 +280,7 @@ def test_positions_count_against_max_model_len_not_tokens():
 
 def test_recomputed_blocks_go_with_hidden_tokens_and_sinks_and_not_with_parallel_positions():
     engine = make_small(block_size=4)
-    options = ChunkOptions(num_hidden=3, sink=TEXT, separator=TEXT)
+    options = ChunkOptions(num_hidden=3, sink=TEXT)
     layout = prompt("p11 d9 d16 d33 t5")
     for method in ("rotate_query", "rotate_key"):
         recorder = LogitsRecorder(engine)
@@ -361,9 +354,8 @@ def test_what_can_never_fit_counts_heads():
         ({"num_hidden": -1}, "num_hidden must be a whole number of at least 0"),
         ({"num_hidden": 1.5}, "num_hidden must be a whole number"),
         ({"sink": None}, "sink must be a text"),
-        ({"separator": 3}, "separator must be a text"),
         ({"encoding": "alone"}, "encoding must be one of"),
-        ({"separator": "\ud800"}, "separator must be a text"),
+        ({"sink": "\ud800"}, "sink must be a text"),
         ({"chunk_temperature": 0}, "chunk_temperature must be a number from 0.001 to 1000, got 0"),
         ({"chunk_temperature": float("nan")}, "chunk_temperature must be a number from 0.001 to 1000, got nan"),
         ({"chunk_temperature": 1e-300}, "chunk_temperature must be a number from"),

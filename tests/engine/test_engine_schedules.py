@@ -81,7 +81,6 @@ OPTIONS = st.one_of(
     st.builds(
         ChunkOptions,
         encoding=st.sampled_from(["after_preamble", "isolated"]),
-        separator=st.sampled_from(["", TEXT]),
         positions=st.sampled_from(["contiguous", "contiguous", "parallel"]),
         num_hidden=st.sampled_from([0, 1, 3, 40]),
         sink=st.sampled_from(["", "", "bos", TEXT]),

@@ -3,6 +3,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -308,12 +309,12 @@ def test_stored_text_knows_which_of_two_equal_blocks_was_recomputed():
 
 def test_stored_text_knows_how_many_hidden_tokens_stand_before_it():
     """Of both documents only equal last tokens are visible, all recomputed: the same tokens at other positions."""
-    engine = make_engine(block_size=4, encoding="isolated", num_hidden=40, separator="the log\n")
-    separator = tuple(tiny_tokenizer()("the log\n", add_special_tokens=False)["input_ids"])
-    mask = Mask("isolated", separator=separator, num_hidden=40)
+    engine = make_engine(block_size=4, encoding="isolated", num_hidden=40)
+    mask = Mask("isolated", num_hidden=40)
     recorder = LogitsRecorder(engine)
     for words in ("p8 d16 t9", "p8 d9 t9"):
-        layout = prompt(words)
+        preamble, document, text = prompt(words).spans
+        layout = PromptLayout((preamble, replace(document, token_ids=(*document.token_ids[:-1], 7)), text))
         token_ids = answer(engine, layout, request_id=words, recompute="first:1").outputs[0].token_ids
         want = small_oracle().logits(layout, token_ids[:-1], mask=mask, chosen_blocks=[(), (0,), ()], block_size=4)
         assert error_of(recorder.of(words), want) < TOLERANCE
@@ -448,10 +449,8 @@ def test_a_model_of_one_layer_has_no_second_one():
 @pytest.mark.parametrize("method", SHARED_METHODS)
 def test_hidden_tokens_and_sinks_are_never_chosen(method, recompute):
     """Blocks are counted from the first visible token, by evidence too."""
-    options = ChunkOptions(num_hidden=3, sink="bos", separator="the log\n")
-    tokenizer = tiny_tokenizer()
-    separator = tuple(tokenizer("the log\n", add_special_tokens=False)["input_ids"])
-    mask = Mask(separator=separator, sink=(tokenizer.bos_token_id,), num_hidden=3)
+    options = ChunkOptions(num_hidden=3, sink="bos")
+    mask = Mask(sink=(tiny_tokenizer().bos_token_id,), num_hidden=3)
     engine = make_engine(block_size=4, chunk=options)
     layout = prompt("p11 d9 d16 t4 d33 t5")
     recorder, choices = LogitsRecorder(engine), Choices(engine)

@@ -108,7 +108,7 @@ def test_recomputed_blocks_are_those_of_the_cpu_and_so_are_the_logits(model_type
 
 CHUNK_OPTIONS = [
     ChunkOptions(positions="parallel"),
-    ChunkOptions(encoding="isolated", num_hidden=5, sink="bos", separator="the log"),
+    ChunkOptions(encoding="isolated", num_hidden=5, sink="bos"),
     ChunkOptions(num_hidden=3, positions="parallel", chunk_temperature=0.8, chunk_bias=-1.0),
 ]
 

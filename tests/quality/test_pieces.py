@@ -248,8 +248,10 @@ def test_an_unknown_option_suggests_the_nearest():
 
 def test_options_compose_on_the_command_line():
     option = reuse_option("isolated+num_hidden=8+sink=\\n+recompute=first:16")
-    base = ChunkOptions(separator="--")
-    assert option.chunk_options(base) == ChunkOptions(encoding="isolated", num_hidden=8, sink="\n", separator="--")
+    base = ChunkOptions(positions="parallel")
+    assert option.chunk_options(base) == ChunkOptions(
+        encoding="isolated", num_hidden=8, sink="\n", positions="parallel"
+    )
     assert option.recompute == "first:16"
     assert reuse_option("recompute_first_16+parallel").recompute == "first:16"
     assert reuse_option("chunk_temperature=0.8+chunk_bias=-1").changes == {"chunk_temperature": 0.8, "chunk_bias": -1.0}

@@ -143,7 +143,7 @@ def test_a_prompt_that_is_too_long_is_named_before_any_is_asked(tmp_path, engine
 
 def test_what_options_add_to_a_prompt_counts_too(tmp_path):
     example = QualityExample("a", "who?", (Document("the cape"),) * 9, ("x",))
-    options = ("after_preamble", "separator")
+    options = ("after_preamble", f"isolated+sink={'the lamp ' * 60}")
     request = request_of(tmp_path, write(tmp_path / "q.jsonl", example.to_dict()))
     request = replace(request, config=replace(request.config, options=options))
     loaded = loaded_tiny(num_hidden_layers=2)

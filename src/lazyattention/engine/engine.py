@@ -168,7 +168,6 @@ class Engine:
         if not layout.spans or layout.spans[-1].is_document or not layout.spans[-1].token_ids:
             raise RequestError("the prompt must end with text; add a question or an instruction")
         plan = method.plan(layout, self.prompts.chunking(options))
-        layout = plan.layout
         # Where nobody chose a method that reads no chunk in place but the engine or its gate, everything is recomputed anyway.
         is_gated = reuse == "auto" and reuse_method is None and method is not self.configured_method
         if (recompute is None or is_gated) and method.document_use is not SpanUse.SHARED:

@@ -116,19 +116,18 @@ class PromptBuilder:
         return PromptLayout(tuple(spans))
 
     def _chunking(self, options: ChunkOptions) -> Chunking:
-        """Tokenise the texts in chunk options.
+        """Tokenise the text in chunk options.
 
         Raises:
             ConfigError: The sink is to be a beginning-of-sequence token, and the tokenizer has none.
         """
-        separator = tuple(self._tokenize_untrusted(options.separator)) if options.separator else ()
         if options.sink != "bos":
-            return Chunking(options, separator, tuple(self._tokenize_untrusted(options.sink)) if options.sink else ())
+            return Chunking(options, tuple(self._tokenize_untrusted(options.sink)) if options.sink else ())
         if self._tokenizer.bos_token_id is None:
             raise ConfigError(
                 "the tokenizer has no beginning-of-sequence token; give a text as sink, such as a line break"
             )
-        return Chunking(options, separator, (self._tokenizer.bos_token_id,))
+        return Chunking(options, (self._tokenizer.bos_token_id,))
 
     def forget_documents(self) -> None:
         """Drop the memo of tokenised documents: it holds their texts."""

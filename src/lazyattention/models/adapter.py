@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from lazyattention.config import without_gone_options
 from lazyattention.errors import ConfigError
 from lazyattention.models.reading import READ_ERRORS, short
 from lazyattention.models.weights_id import folder_digest
@@ -62,14 +63,14 @@ class AdapterNotes:
                 "adapter %s was made for %s, but the engine has %s: serve it with the same, or measure what it does with these",
                 self.folder,
                 ", ".join(f"{name}={self.options[name]}" for name in differing),
-                ", ".join(f"{name}={options.get(name)}" for name in differing),
+                ", ".join(f"{name}={options[name]}" if name in options else f"no {name}" for name in differing),
             )
 
 
 def read_notes(folder: Path) -> AdapterNotes | None:
     """Return what is known of an adapter; None for one from elsewhere."""
     try:
-        report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"))
+        report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"), object_hook=without_gone_options)
         return AdapterNotes(folder, report["model"], report["base_weights_id"], report["served_with"])
     except (OSError, ValueError, LookupError, TypeError):
         return None

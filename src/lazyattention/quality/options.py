@@ -48,7 +48,6 @@ for _option in (
     ReuseOption("parallel", "documents all start at the same position", {"positions": "parallel"}),
     ReuseOption("hide_4", "each chunk's first 4 tokens are seen by that chunk only", {"num_hidden": 4}),
     ReuseOption("sink_bos", "a BOS token in front of each chunk, seen by that chunk only", {"sink": "bos"}),
-    ReuseOption("separator", "a line of dashes behind each document", {"separator": "---\n\n"}),
     ReuseOption(
         "calibrated", "attention scores on documents with calibrated temperature and bias", {"calibrated": True}
     ),

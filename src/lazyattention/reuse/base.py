@@ -28,16 +28,14 @@ class SpanUse(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """Chunk options, and the tokens of the texts in them.
+    """Chunk options, and the tokens of the text in them.
 
     Attributes:
         options: How documents are encoded, placed and looked at.
-        separator: Tokens of `options.separator`.
         sink: Tokens of `options.sink`.
     """
 
     options: ChunkOptions = field(default_factory=ChunkOptions)
-    separator: tuple[int, ...] = ()
     sink: tuple[int, ...] = ()
 
 
@@ -71,14 +69,12 @@ class ReusePlan:
     """How one prompt's spans get their KV.
 
     Attributes:
-        layout: The prompt, separators included.
         spans: In an order in which nothing sees what comes later. A layout's spans, but that a chunk may have hidden
             spans of its own in front.
         num_positions: All positions are below this, those at which chunks are encoded included.
         options: The chunk options that hold; the default ones if documents are text.
     """
 
-    layout: PromptLayout
     spans: tuple[PlannedSpan, ...]
     num_positions: int
     options: ChunkOptions
@@ -103,7 +99,6 @@ class ReuseMethod(ABC):
 
     def plan(self, layout: PromptLayout, chunking: Chunking) -> ReusePlan:
         """Decide whose KV serves each span, where it stands and what it sees."""
-        layout = layout.with_separator(chunking.separator)
         if self.document_use is SpanUse.TEXT:
             chunking = Chunking()
         planner = _Planner(self.document_use, chunking)
@@ -113,7 +108,7 @@ class ReuseMethod(ABC):
                 planner.add_document(span)
             else:
                 planner.add_text(span, has_documents=has_documents)
-        return ReusePlan(layout, tuple(planner.spans), planner.num_positions, chunking.options)
+        return ReusePlan(tuple(planner.spans), planner.num_positions, chunking.options)
 
 
 class _Planner:

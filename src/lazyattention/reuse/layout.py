@@ -2,7 +2,7 @@
 """A prompt as the engine sees it: token spans in order, each text or a piece of a document."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lazyattention.utils.hashing import digest_fields
 
@@ -61,17 +61,6 @@ class PromptLayout:
     def num_tokens(self) -> int:
         """Length of the whole prompt."""
         return sum(len(span.token_ids) for span in self.spans)
-
-    def with_separator(self, separator: Sequence[int]) -> "PromptLayout":
-        """Return this prompt with `separator` as the end of each document; an empty document stays empty."""
-        if not separator:
-            return self
-        spans = list(self.spans)
-        for index, (span, following) in enumerate(zip(spans, [*spans[1:], Span(())], strict=True)):
-            goes_on = following.document_id == span.document_id and following.chunk_index == span.chunk_index + 1
-            if span.is_document and span.token_ids and not goes_on:
-                spans[index] = replace(span, token_ids=(*span.token_ids, *separator))
-        return PromptLayout(tuple(spans))
 
     @property
     def token_ids(self) -> list[int]:
