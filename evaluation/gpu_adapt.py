@@ -152,6 +152,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations: faster, more memory")
     parser.add_argument("--train-option", default="after_preamble", help="reuse option that is trained; composed: a+b")
     parser.add_argument("--full-share", type=float, default=0.2)
+    parser.add_argument("--plain-share", type=float, default=0.2)
     parser.add_argument("--question-weight", type=float, default=0.1)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--seed", type=int, default=0)
@@ -311,6 +312,7 @@ def adapt_request(arguments: argparse.Namespace, output: Path) -> AdaptRequest:
             rank=arguments.rank,
             alpha=2 * arguments.rank,
             full_share=arguments.full_share,
+            plain_share=arguments.plain_share,
             question_weight=arguments.question_weight,
             micro_batch_tokens=arguments.micro_batch_tokens,
             max_minutes=arguments.minutes,

@@ -18,7 +18,7 @@ from lazyattention.adapt.cli import read_range
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES, distill_loss, labels_loss
 from lazyattention.adapt.rows import TrainingRow, make_batch
-from lazyattention.adapt.samples import Sample
+from lazyattention.adapt.samples import Sample, plain_samples
 from lazyattention.adapt.trainer import Trainer, cut_by_tokens, split_samples
 from lazyattention.adapt.workflow import AdaptRequest, prepare_samples, run_adapt
 from lazyattention.cli import app
@@ -146,7 +146,7 @@ def sample(lengths, answer):
     return Sample(prompt(lengths), prompt(lengths), answer)
 
 
-def trainer_of(tmp_path, config=SMALL, loaded=None, num_samples=8):
+def trainer_of(tmp_path, config=SMALL, loaded=None, num_samples=8, **more):
     from peft import LoraConfig, get_peft_model
 
     from lazyattention.adapt.attention import TRAINING_ATTENTION_NAME
@@ -156,7 +156,7 @@ def trainer_of(tmp_path, config=SMALL, loaded=None, num_samples=8):
     torch.manual_seed(0)
     model = get_peft_model(loaded.model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     samples = [sample(f"p7 d{9 + n} d12 t{4 + n}", (5, 6 + n)) for n in range(num_samples)]
-    return Trainer(model, loaded.rotaries, samples, config, tmp_path)
+    return Trainer(model, loaded.rotaries, samples, config, tmp_path, **more)
 
 
 def test_the_teacher_reads_what_the_question_is_about(tmp_path):
@@ -202,6 +202,44 @@ def test_the_teacher_reads_what_the_question_is_about(tmp_path):
     for method in ("rotate_query", "full_recompute"):
         assert trainer.held_out_loss(method) == pytest.approx(kl(layouts, method), rel=1e-3)
         assert trainer.held_out_loss(method) != pytest.approx(kl(wholes, method), rel=1e-2)
+
+
+def test_documents_are_plain_text_too(tmp_path):
+    prompts = [prompt("p7 d40 d12 t4"), prompt("p7 d300 t5"), prompt("p7 d40 d90 t4"), prompt("p7 d24 t4")]
+    samples = [Sample(layout, layout, (5, 6)) for layout in prompts]
+    found = plain_samples(samples, (3,), seed=0)
+    texts = {span.token_ids for layout in prompts for span in layout.spans if span.is_document}
+    long = {text for text in texts if len(text) >= 24}
+    wholes = {(*plain.layout.token_ids[1:], *plain.answer) for plain in found}
+    assert wholes == {text[:160] for text in long}
+    assert len(found) == len(wholes)  # the same document in two prompts is one
+    for plain in found:
+        assert plain.layout.token_ids[0] == 3
+        assert plain.teacher_layout == plain.layout
+        assert len(plain.answer) >= 8
+    assert plain_samples(samples, (3,), seed=0) == found != plain_samples(samples, (3,), seed=1)
+
+    def trainer(num_texts=12, **more):
+        config = replace(SMALL, batch_size=4, held_out=2, max_steps=30, eval_steps=30, learning_rate=1e-2, **more)
+        plain = [sample(f"p{30 + n % num_texts}", (7, 8, 9 + n % num_texts)) for n in range(12)]
+        return trainer_of(tmp_path / str(len(made)), config, num_samples=10, plain=plain)
+
+    made = []
+    few = trainer(plain_share=0.375)
+    rows = [few._plain_rows_of_step(step) for step in range(12)]
+    assert [len(one) for one in rows[:4]] == [1, 2, 1, 2]
+    assert len({row.answer for one in rows for row in one}) == 9
+    assert not {row.answer for one in rows for row in one} & {sample.answer for sample in few.plain_held_out}
+    assert not trainer(objective="labels")._plain_rows_of_step(3)
+    drifts = []
+    for share in (0.0, 1.0):
+        (tmp_path / str(len(made))).mkdir()
+        log = trainer(num_texts=1, plain_share=share).train()
+        made.append(log)
+        assert log.num_prompts == 120
+        assert log.evaluations[0]["plain"] == pytest.approx(0, abs=1e-6)
+        drifts.append(log.evaluations[-1]["plain"])
+    assert 0 < drifts[1] < 0.6 * drifts[0], drifts
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path, monkeypatch):
@@ -401,6 +439,7 @@ def test_the_isolated_encoding_is_trained_as_such(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"full_share": 1.5}, "full_share"),
+        ({"plain_share": 1.5}, "plain_share"),
         ({"teacher_documents": "some"}, "teacher_documents must be 'gold' or 'all', got 'some'"),
         ({"max_minutes": 0}, "max_minutes"),
         ({"rank": -1}, "rank"),

@@ -65,7 +65,13 @@ def adapt_command(
         16384
     ),
     full_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of prompts trained with full attention, to keep its quality.")
+        float, typer.Option(min=0.0, max=1.0, help="Share of prompts trained with full attention, to serve there, too.")
+    ] = 0.2,
+    plain_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Plain text of the documents, rows per prompt, to keep ordinary use as it is."
+        ),
     ] = 0.2,
     max_steps: Annotated[int, typer.Option(min=1, help="Steps at most.")] = 300,
     max_minutes: Annotated[float | None, typer.Option(help="Minutes of training at most.")] = None,
@@ -111,6 +117,7 @@ def adapt_command(
         batch_size=batch_size,
         micro_batch_tokens=micro_batch_tokens,
         full_share=full_share,
+        plain_share=plain_share,
         max_steps=max_steps,
         max_minutes=max_minutes,
         eval_steps=eval_steps,
@@ -143,6 +150,8 @@ def adapt_command(
         f"{log.num_steps}, {log.num_prompts} prompts, {log.train_s:.0f} s; ended by {log.stopped})"
     )
     _out.print(f"the same with full attention {first['full']:.4f} -> {best['full']:.4f}")
+    if "plain" in best:
+        _out.print(f"on plain text of the documents {first['plain']:.4f} -> {best['plain']:.4f}")
     if log.num_skipped:
         _err.print(f"{log.num_skipped} steps were skipped: their gradients were not finite")
     measure = ["lazyattention", "quality", *(["--model", model] if model else []), "--adapter", str(output)]

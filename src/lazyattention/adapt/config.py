@@ -24,7 +24,9 @@ class AdaptConfig:
         batch_size: Prompts per optimizer step.
         micro_batch_tokens: Tokens per forward pass at most; bounds memory. One prompt always goes.
         question_weight: Weight of the question's tokens beside the answer's (distill only).
-        full_share: Share of prompts that are trained with full attention too, so that ordinary use stays as it is.
+        full_share: Share of prompts that are trained with full attention, so that the adapter serves there, too.
+        plain_share: Rows of plain text from the documents, per prompt: the model is to go on with them as it did without the
+            adapter, so that ordinary use stays as it is (distill only).
         max_steps: Optimizer steps at most.
         max_minutes: Training time at most; None = as long as the steps take.
         warmup_steps: Steps until the learning rate is at its highest.
@@ -45,6 +47,7 @@ class AdaptConfig:
     micro_batch_tokens: int = 16384
     question_weight: float = 0.1
     full_share: float = 0.2
+    plain_share: float = 0.2
     max_steps: int = 300
     max_minutes: float | None = None
     warmup_steps: int = 8
@@ -58,7 +61,9 @@ class AdaptConfig:
         for option in fields(self):
             value = getattr(self, option.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            low = 0 if option.name in ("question_weight", "full_share", "seed", "warmup_steps") else 1e-12
+            low = (
+                0 if option.name in ("question_weight", "full_share", "plain_share", "seed", "warmup_steps") else 1e-12
+            )
             if is_number and not value >= low:
                 raise ConfigError(f"{option.name} must be {'at least 0' if low == 0 else 'above 0'}, got {value!r}")
         if self.chunk.scales_scores or self.chunk.calibrated:
@@ -70,5 +75,6 @@ class AdaptConfig:
             raise ConfigError(
                 f"teacher_documents must be {' or '.join(map(repr, TEACHER_DOCUMENTS))}, got {self.teacher_documents!r}"
             )
-        if self.full_share > 1:
-            raise ConfigError(f"full_share must be in [0, 1], got {self.full_share}")
+        for name in ("full_share", "plain_share"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")

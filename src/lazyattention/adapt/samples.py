@@ -5,6 +5,7 @@ Made once with the engine, kept as JSONL, read again when a run is resumed.
 """
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from lazyattention.quality.examples import QualityExample, parse_example, read_l
 from lazyattention.quality.measure import answer_token_ids, layout_of
 from lazyattention.quality.output import write_whole
 from lazyattention.reuse import PromptLayout
+
+# Of a document as plain text: what stands before, what follows, and what is too short for both. Tokens.
+_PLAIN_PROMPT_LEN, _PLAIN_TARGET_LEN, _PLAIN_MIN_LEN = 96, 64, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,28 @@ def answer_samples(
     ]
     write_whole(path, lines)
     return [Sample(*one) for one in zip(layouts, taught, answers, strict=True)]
+
+
+def plain_samples(samples: Sequence[Sample], first_token_ids: Sequence[int], seed: int) -> list[Sample]:
+    """Return the prompts' documents as plain text, each once, in random order: its first tokens, and those that follow.
+
+    Args:
+        samples: Whose documents.
+        first_token_ids: What the tokenizer puts in front of every text.
+        seed: Of the order.
+    """
+    texts = {
+        span.token_ids: None
+        for sample in samples
+        for span in sample.layout.spans
+        if span.is_document and len(span.token_ids) >= _PLAIN_MIN_LEN
+    }
+    found = []
+    for token_ids in random.Random(f"plain {seed}").sample(list(texts), len(texts)):
+        cut = min(_PLAIN_PROMPT_LEN, 2 * len(token_ids) // 3)
+        layout = PromptLayout.of_text([*first_token_ids, *token_ids[:cut]])
+        found.append(Sample(layout, layout, token_ids[cut : cut + _PLAIN_TARGET_LEN]))
+    return found
 
 
 def taught_example(example: QualityExample, teacher_documents: str) -> QualityExample:

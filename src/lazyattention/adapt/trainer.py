@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 
 STUDENT_METHOD, FULL_METHOD = "rotate_query", "full_recompute"
 _CHECKPOINT_NAME = "checkpoint.pt"
+_NUM_PLAIN_HELD_OUT = 32
 # So many skipped steps in a row mean that it will not get better.
 _MAX_SKIPPED_IN_A_ROW = 10
 
@@ -43,7 +44,8 @@ class TrainingLog:
         num_prompts: Prompts trained on, repetitions included.
         num_skipped: Steps skipped because a gradient was not finite.
         train_s: Seconds of training, measurements left out.
-        evaluations: `{step, chunk, full}`: held-out losses under the chunk mask and with full attention.
+        evaluations: `{step, chunk, full, plain}`: held-out losses under the chunk mask, with full attention, and on plain
+            text (where there is some).
         losses: Mean training loss of each step.
         best_step: Step of the lowest held-out loss.
         stopped: Why training ended.
@@ -72,6 +74,7 @@ class Trainer:
         *,
         chunking: Chunking | None = None,
         pad_token_id: int = 0,
+        plain: Sequence[Sample] = (),
     ) -> None:
         """Split samples and find what an earlier run left in `folder`.
 
@@ -84,6 +87,8 @@ class Trainer:
         self._chunking = chunking
         self._pad_token_id = pad_token_id
         self.training, self.held_out = split_samples(samples, config)
+        num_held_out = min(_NUM_PLAIN_HELD_OUT, len(plain) // 4)
+        self.plain_held_out, self.plain = plain[:num_held_out], plain[num_held_out:]
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = torch.optim.AdamW(self.params, lr=config.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
         self.log = TrainingLog()
@@ -127,9 +132,9 @@ class Trainer:
         limit_s = math.inf if self.config.max_minutes is None else 60 * self.config.max_minutes
         return max(self.log.num_steps / self.config.max_steps, self.log.train_s / limit_s)
 
-    def held_out_loss(self, method: str) -> float:
-        """Mean loss over held-out prompts, question tokens left out, with the chunk mask or with full attention."""
-        rows = [self._row(sample, method) for sample in self.held_out]
+    def held_out_loss(self, method: str, *, is_plain: bool = False) -> float:
+        """Mean loss over held-out prompts (or plain text), question tokens left out, under the mask of a method."""
+        rows = [self._row(sample, method) for sample in (self.plain_held_out if is_plain else self.held_out)]
         losses: list[float] = []
         with torch.no_grad():
             for part in cut_by_tokens(rows, self.config.micro_batch_tokens):
@@ -143,7 +148,8 @@ class Trainer:
         lr = self.config.learning_rate * min(1.0, (self.log.num_steps + 1) / max(1, self.config.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = lr * max(0.05, 1.0 - self.progress)
-        rows = self._rows_of_step(self.log.num_steps)
+        prompts = self._rows_of_step(self.log.num_steps)
+        rows = [*prompts, *self._plain_rows_of_step(self.log.num_steps)]
         total = 0.0
         for part in cut_by_tokens(rows, self.config.micro_batch_tokens):
             loss = self._losses(part, question_weight=self.config.question_weight).sum() / len(rows)
@@ -157,7 +163,7 @@ class Trainer:
             self.log.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.log.num_steps += 1
-        self.log.num_prompts += len(rows)
+        self.log.num_prompts += len(prompts)
         self.log.losses.append(total)
         return is_finite
 
@@ -206,6 +212,17 @@ class Trainer:
             for place in order[index * size : (index + 1) * size]
         ]
 
+    def _plain_rows_of_step(self, step: int) -> list[TrainingRow]:
+        """Return the step's plain text: one after the other, again from the first when all were there."""
+        if not self.plain or not self.objective.needs_teacher:
+            return []
+        share = self.config.plain_share * min(self.config.batch_size, len(self.training))
+        # As many as the share makes in the long run.
+        return [
+            self._row(self.plain[number % len(self.plain)], FULL_METHOD)
+            for number in range(int(step * share), int((step + 1) * share))
+        ]
+
     def _row(self, sample: Sample, method: str) -> TrainingRow:
         # Full attention is that of ordinary prompts, whatever the options.
         chunking = self._chunking if method == STUDENT_METHOD else None
@@ -215,12 +232,15 @@ class Trainer:
 
     def _evaluate(self) -> None:
         found = {"chunk": self.held_out_loss(STUDENT_METHOD), "full": self.held_out_loss(FULL_METHOD)}
+        if self.plain_held_out and self.objective.needs_teacher:
+            found["plain"] = self.held_out_loss(FULL_METHOD, is_plain=True)
         earlier = [evaluation["chunk"] for evaluation in self.log.evaluations]
         self.log.evaluations.append({"step": float(self.log.num_steps), **found})
         if not earlier or found["chunk"] < min(earlier):
             self.log.best_step = self.log.num_steps
             self.best = [param.detach().clone() for param in self.params]
-        logger.info("step %d: held-out loss %.4f, with full attention %.4f", self.log.num_steps, *found.values())
+        said = ", ".join(f"{name} {loss:.4f}" for name, loss in found.items())
+        logger.info("step %d: held-out losses: %s", self.log.num_steps, said)
 
     def _why_stop(self, is_last: bool) -> str:
         since_best = sum(evaluation["step"] > self.log.best_step for evaluation in self.log.evaluations)

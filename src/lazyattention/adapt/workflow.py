@@ -13,7 +13,7 @@ from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES
 from lazyattention.adapt.request import AdaptRequest
 from lazyattention.adapt.rows import TrainingRow, make_batch
-from lazyattention.adapt.samples import Sample, answer_samples
+from lazyattention.adapt.samples import Sample, answer_samples, plain_samples
 from lazyattention.adapt.sources import check_data, collect_examples, describe_samples
 from lazyattention.adapt.trainer import STUDENT_METHOD, Trainer, TrainingLog, write_log
 from lazyattention.config import EngineConfig
@@ -75,7 +75,8 @@ def _run_adapt(
     attention_check_kl = _check_attention(engine, loaded, samples[:_NUM_CHECKED], request.config)
     engine.model_runner.kv_pool.layers.clear()
     sampling_s = time.perf_counter() - started_s
-    log, model = _train(loaded, samples, request, engine.prompts.chunking(request.config.chunk))
+    plain = plain_samples(samples, engine.prompts.first_token_ids(), request.config.seed)
+    log, model = _train(loaded, samples, plain, request, engine.prompts.chunking(request.config.chunk))
     model.save_pretrained(str(request.output), save_embedding_layers=False)
     write_log(
         log,
@@ -154,7 +155,7 @@ def _check_attention(engine: Engine, loaded: LoadedModel, samples: Sequence[Samp
 
 
 def _train(
-    loaded: LoadedModel, samples: Sequence[Sample], request: AdaptRequest, chunking: Chunking
+    loaded: LoadedModel, samples: Sequence[Sample], plain: Sequence[Sample], request: AdaptRequest, chunking: Chunking
 ) -> tuple[TrainingLog, Any]:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -178,7 +179,14 @@ def _train(
         _checkpoint_layers(loaded)
     pad_token_id = loaded.tokenizer.pad_token_id or 0
     trainer = Trainer(
-        model, loaded.rotaries, samples, config, request.output, pad_token_id=pad_token_id, chunking=chunking
+        model,
+        loaded.rotaries,
+        samples,
+        config,
+        request.output,
+        pad_token_id=pad_token_id,
+        chunking=chunking,
+        plain=plain,
     )
     with progress_bar("training", config.max_steps, is_enabled=request.progress) as advance:
         advance(trainer.log.num_steps)

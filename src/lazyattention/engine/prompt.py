@@ -104,7 +104,7 @@ class PromptBuilder:
             raise RequestError("the prompt is empty; give at least one character or token")
         if not documents:
             return PromptLayout.of_text(token_ids)
-        first = self._first_token_ids()
+        first = self.first_token_ids()
         num_first = len(first) if list(token_ids[: len(first)]) == first else 0
         if num_first == len(token_ids):
             raise RequestError("the prompt is empty behind its documents; give at least one character or token")
@@ -302,8 +302,8 @@ class PromptBuilder:
         """Tokenise text in which the spelling of a control token is just letters."""
         return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
-    def _first_token_ids(self) -> list[int]:
-        """What the tokenizer puts before any text, usually BOS or nothing."""
+    def first_token_ids(self) -> list[int]:
+        """Return what the tokenizer puts before any text, usually BOS or nothing."""
         with_special = list(self._tokenizer("a")["input_ids"])
         bare = self._tokenize("a")
         start = next((i for i in range(len(with_special)) if with_special[i : i + len(bare)] == bare), 0)
