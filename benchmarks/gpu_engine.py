@@ -26,6 +26,8 @@ import torch
 from bench_serving import METHODS, bench_workload, print_table, warm_up
 from random_models import random_model
 from step_profile import profile_step, profile_table
+from target_rows import read, rows_of
+from targets import table
 from torch import nn
 from workloads import zipf_workload
 
@@ -338,62 +340,6 @@ def serving(engine: Engine, time_left: Callable[[], float]) -> list[dict[str, An
     return runs
 
 
-def print_targets(results: dict[str, Any]) -> None:
-    """Print each target beside what was measured."""
-    rows: list[tuple[str, str, str]] = []
-    ttft = results.get("ttft")
-    if ttft:
-        faster = ttft["times_faster_than"]
-        rows += [
-            ("warm TTFT, 10 x 512 + 64 tokens", "<= 10 ms", f"{ttft['rotate_query']['median']:.2f} ms"),
-            ("  against full recompute", ">= 12 x", f"{faster['full_recompute']:.1f} x"),
-            ("  against copy_rotate, prefix", "", f"{faster['copy_rotate']:.2f} x, {faster['prefix']:.1f} x"),
-        ]
-    for size, decode in (results.get("decode") or {}).items():
-        rows.append(
-            (
-                f"decode step of {size}: outside attention / linear",
-                "<= 1.12",
-                f"{decode['outside_over_linear']:.3f} ({decode['outside_attention_ms']:.2f} / "
-                f"{decode['linear_layers_ms']:.2f} ms); without attention {decode['without_over_linear']:.3f}; all {decode['graph_ms']:.2f}, engine "
-                f"{decode['engine_step_ms']:.2f} ms",
-            )
-        )
-    profile = results.get("profile")
-    if profile:
-        groups = profile["decode"]["groups"]
-        outside = groups["linear layers"] + groups["norms, activation, rotary"]
-        rows.append(
-            (
-                "  the same of 64, by the profile's kernel times",
-                "<= 1.12",
-                f"{outside / groups['linear layers']:.3f} ({outside:.2f} / {groups['linear layers']:.2f} ms)",
-            )
-        )
-    for run in results.get("serving") or []:
-        warm = {method: phases["warm"] for method, phases in run["methods"].items()}
-        ours, copied, prefix = warm["rotate_query"], warm["copy_rotate"], warm["prefix"]
-        name = ", ".join(f"{key} {value}" for key, value in run["settings"].items())
-        is_uniform = run["settings"]["alpha"] == 0.0
-        rows.append(
-            (
-                f"against copy_rotate: {name}",
-                ">= 1.0 x" if is_uniform else ">= 1.5 x each",
-                f"TTFT {copied['ttft_p50_ms'] / ours['ttft_p50_ms']:.2f} x, requests/s "
-                f"{ours['requests_per_s'] / copied['requests_per_s']:.2f} x; copies {ours['copies_of_documents']:.2f}",
-            )
-        )
-        rows.append(
-            (
-                "  against prefix",
-                ">= 3 x" if run["settings"]["alpha"] == 1.0 else "",
-                f"requests/s {ours['requests_per_s'] / prefix['requests_per_s']:.2f} x",
-            )
-        )
-    for name, target, got in rows:
-        print(f"{name:82} {target:14} {got}")
-
-
 def start_engine(shape: str, results: dict[str, Any], mark: Callable[[str], None]) -> Engine:
     """Build the model and the engine, compile what the methods need; note how long it took."""
     begun = time.monotonic()
@@ -467,7 +413,7 @@ def main() -> None:
         plot(results["serving"], out / "engine_serving.png")
     results["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
     mark("done")
-    print_targets(results)
+    print(table([row for row in rows_of(read(out)) if row.value is not None]))
 
 
 if __name__ == "__main__":

@@ -71,3 +71,33 @@ def test_tuning_keeps_what_was_there_unless_something_is_clearly_better(tmp_path
     timed = set(itertools.chain(*run.results["decode"]["stages"]["tiles"].values()))
     assert len(timed) == (len(tune_ops.FEW) - 2) * len(tune_ops.MANY)
     assert sum("WRONG" in line for line in run.table) == 1
+
+
+def test_as_is_times_what_the_table_has_and_tries_nothing_else(tmp_path, monkeypatch):
+    problem = check_problem(2, 32)
+    monkeypatch.setattr(tune_ops, "decode_problems", lambda: {"2 a=1.0": problem})
+    monkeypatch.setattr(tune_ops, "error_of", lambda *_: 0.003)
+    monkeypatch.setattr(tune_ops, "turn_cost", lambda *_: 0.0)
+    timed = []
+
+    def samples(_timer, launches, rounds, num_layers=4):
+        timed.extend(launches)
+        return {name: [1.0] * rounds for name in launches}
+
+    monkeypatch.setattr(tune_ops.Timer, "samples", samples)
+
+    class Pool:
+        def apply_async(self, *_):
+            return type("Result", (), {"get": lambda _self, _wait: (1.0, "")})()
+
+    run = tune_ops.Tuning(tmp_path / "tune.json", 1e9, Pool())
+    run.results["ceilings"] = {"read_tb_s": 4.5}
+    tune_ops.tune_decode(run, as_is=True)
+    assert run.results["decode"]["best"] == tune_ops.dataclasses.asdict(BASELINE)
+    assert run.results["decode"]["stages"] == {}
+    assert {name.split(",")[0] for name in timed} == {"before", "best"}
+    monkeypatch.setattr(tune_ops, "error_of", lambda *_: 1.0)
+    run = tune_ops.Tuning(tmp_path / "tune.json", 1e9, Pool())
+    run.results["ceilings"] = {"read_tb_s": 4.5}
+    tune_ops.tune_decode(run, as_is=True)
+    assert "final" not in run.results["decode"]
