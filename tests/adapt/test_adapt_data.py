@@ -48,6 +48,10 @@ def data(tmp_path):
     return write(tmp_path / "q.jsonl", *questions())
 
 
+def labels(**more):
+    return replace(SMALL, objective="labels", **more)
+
+
 def request_of(tmp_path, *data, **more):
     options = {"output": tmp_path / "out", "num_questions": 8, "max_tokens": 3, "progress": False, "config": SMALL}
     return AdaptRequest(data=tuple(map(str, data)), **{**options, **more})
@@ -61,12 +65,20 @@ def test_wrong_data_is_named_before_a_model_is_there(tmp_path, data):
         ((data, data), {}, "given twice"),
         ((data,), {"num_documents": (3, 2)}, "num_documents must be a range"),
         ((data,), {"distractors": "hard"}, "distractors must be 'random' or 'similar', got 'hard'"),
+        ((data, "needle"), {"distractors": "similar"}, "similar.* has no effect on questions that are given"),
+        ((data,), {"config": labels(teacher_documents="all")}, "teacher_documents has no effect .* 'labels'"),
+        (
+            (data,),
+            {"config": labels(plain_share=0.0, question_weight=0.0)},
+            "question_weight, plain_share has no effect",
+        ),
         ((write(tmp_path / "bare.jsonl", {"question": "who?"}),), {}, "line 1 has no 'documents'"),
         ((write(tmp_path / "empty.jsonl"),), {}, "holds no questions"),
     ]:
         with pytest.raises(ConfigError, match=message):
             check_data(request_of(tmp_path, *given, **more))
     check_data(request_of(tmp_path, data, tmp_path, "needle"))
+    check_data(request_of(tmp_path, data, tmp_path, distractors="similar", config=labels()))
 
 
 def test_the_command_names_them_before_it_loads_a_model(tmp_path, data):

@@ -445,6 +445,12 @@ def test_distractors_may_be_what_a_retriever_would_bring(monkeypatch):
     assert {example.gold_documents for example in similar} == {(0,), (1,), (2,)}
     assert written("similar", 3) == similar
     written("similar", len(passages))  # all there are
+    # Passages without a word of the question are no better than others: not the first ones every time.
+    _Asks(monkeypatch, ["where is the old harbour of it?"] * len(passages))
+    strange = write_questions(engine, passages, num_questions=len(passages), num_documents=3, distractors="similar")
+    assert len({d.document_id for example in strange for d in example.documents}) == len(passages)
+    shown = [d.document_id for e in strange for place, d in enumerate(e.documents) if place not in e.gold_documents]
+    assert max(map(shown.count, shown)) <= 5, shown
 
 
 def test_the_command_measures_and_the_gate_remembers(tmp_path):

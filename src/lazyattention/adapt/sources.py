@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES
 from lazyattention.adapt.request import AdaptRequest
 from lazyattention.documents.readers import read_documents
@@ -17,6 +18,8 @@ from lazyattention.quality.questions import DISTRACTORS, passages_of, write_ques
 from lazyattention.quality.sources import check_source, is_jsonl, read_all
 from lazyattention.utils.hashing import digest_fields
 
+# Options of what the teacher gives.
+_OF_THE_TEACHER = ("teacher_documents", "question_weight", "plain_share")
 MIN_PROMPTS = 4
 """So many prompts can be split into some to train on and some held out."""
 
@@ -25,7 +28,7 @@ def check_data(request: AdaptRequest) -> None:
     """Refuse what can be seen to be wrong before a model is loaded.
 
     Raises:
-        ConfigError: Data is missing or malformed, or given twice.
+        ConfigError: Data is missing or malformed, or given twice; or an option has no effect on it.
     """
     if not request.data:
         raise ConfigError("no data was given; name a folder of documents, a JSONL file or a built-in set")
@@ -34,12 +37,27 @@ def check_data(request: AdaptRequest) -> None:
         raise ConfigError(f"num_documents must be a range of at least 1, got {low} to {high}")
     if request.distractors not in DISTRACTORS:
         raise ConfigError(f"distractors must be {' or '.join(map(repr, DISTRACTORS))}, got {request.distractors!r}")
+    _refuse_without_teacher(request.config)
     for index, source in enumerate(request.data):
         if source in request.data[:index]:
             raise ConfigError(f"data {source!r} was given twice; give it once")
         check_source(source, "a file or folder of documents, JSONL with questions, or nq-train:PATH, needle, two_hop")
         if is_jsonl(source):
             read_examples(Path(source).expanduser())
+    if request.distractors != "random" and all(is_builtin(source) or is_jsonl(source) for source in request.data):
+        raise ConfigError(
+            f"distractors={request.distractors!r} has no effect on questions that are given with their documents; leave it "
+            "out, or give documents for the model to ask about"
+        )
+
+
+def _refuse_without_teacher(config: AdaptConfig) -> None:
+    defaults = AdaptConfig()
+    changed = [name for name in _OF_THE_TEACHER if getattr(config, name) != getattr(defaults, name)]
+    if changed and not OBJECTIVES[config.objective].needs_teacher:
+        raise ConfigError(
+            f"{', '.join(changed)} has no effect with the objective {config.objective!r}, which has no teacher; leave it out"
+        )
 
 
 def describe_samples(engine: Engine, request: AdaptRequest) -> dict[str, Any]:

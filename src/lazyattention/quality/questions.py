@@ -59,7 +59,7 @@ def write_questions(
         num_questions: How many to try; those that are no question are left out.
         num_documents: Documents per question, or a range (low, high) to draw from.
         distractors: Which others: "random", or "similar": some of them, none to all, are those that share most words with
-            the question (BM25), as a retriever would bring them; the rest is random.
+            the question (BM25), as a retriever would bring them, if there are any; the rest is random.
         seed: Of passages, distractors and order.
         on_done: Called as each try is done.
 
@@ -112,8 +112,8 @@ def write_questions(
 def _similar(
     retriever: BM25Retriever, place_of: Mapping[int, int], question: str, place: int, wanted: int
 ) -> list[int]:
-    """Return the places of the passages that match a question best, the one at `place` left out."""
-    found = [place_of[id(one.document)] for one in retriever.retrieve(question, wanted + 1)]
+    """Return the places of the passages that match a question best, the one at `place` and those without a match left out."""
+    found = [place_of[id(one.document)] for one in retriever.retrieve(question, wanted + 1) if one.score > 0]
     return [other for other in found if other != place][:wanted]
 
 
