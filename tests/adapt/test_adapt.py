@@ -136,7 +136,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path):
     assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
     for one, other in zip(resumed.evaluations, whole.evaluations, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
-    with pytest.raises(ConfigError, match="other options \\(rank\\)"):
+    with pytest.raises(ConfigError, match="differs in rank\\)"):
         run_adapt(load_tiny(), request_of(tmp_path / "stopped", replace(SMALL, rank=4)))
     longer = run_adapt(load_tiny(), request_of(tmp_path / "stopped", replace(SMALL, max_steps=9)))
     assert longer.num_steps == 9

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fixtures.tiny_models import save_tiny, tiny_model
@@ -117,6 +118,27 @@ def test_samples_are_those_of_the_data_and_options_given(tmp_path, data):
         prepare_samples(Engine(load_tiny(), EngineConfig.of(documents_place="system")), request_of(tmp_path, data))
     with pytest.raises(ConfigError, match="differs in weights_id"):
         prepare_samples(Engine(load_tiny(seed=1)), request_of(tmp_path, data))
+
+
+def test_what_an_earlier_version_kept_is_named(tmp_path, data):
+    run_adapt(load_tiny(), request_of(tmp_path, data))
+    # The chunk options had a separator, and nothing was known of teachers and plain text.
+    checkpoint = tmp_path / "out" / "checkpoint.pt"
+    state = torch.load(checkpoint, weights_only=True)
+    state["config"]["chunk"]["separator"] = ""
+    torch.save(state, checkpoint)
+    assert run_adapt(load_tiny(), request_of(tmp_path, data, config=replace(SMALL, max_steps=3))).num_steps == 3
+    del state["config"]["plain_share"]
+    torch.save(state, checkpoint)
+    with pytest.raises(ConfigError, match=r"differs in plain_share \(not known when it was made\)\); choose another"):
+        run_adapt(load_tiny(), request_of(tmp_path, data))
+    made = tmp_path / "out" / "samples_made.json"
+    known = json.loads(made.read_text())
+    made.write_text(json.dumps({name: known[name] for name in known if name != "teacher_documents"}))
+    with pytest.raises(
+        ConfigError, match=r"differs in seed, teacher_documents \(not known when it was made\)\); choose"
+    ):
+        run_adapt(load_tiny(), request_of(tmp_path, data, config=replace(SMALL, seed=1)))
 
 
 def test_samples_of_ones_own_are_taken_as_they_are(tmp_path, data):

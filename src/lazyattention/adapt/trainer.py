@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: student under the chunk mask, teacher the same model with full attention and its adapter off.
 
-The teacher may read fewer documents (`AdaptConfig.teacher_documents`). A step is `batch_size` prompts, packed into forward passes of at most `micro_batch_tokens` tokens. Every `eval_steps` the held-out loss is
-measured, the best adapter kept and a checkpoint written; a run that is started again goes on from it.
+The teacher may read fewer documents (`AdaptConfig.teacher_documents`). A step is `batch_size` prompts and some plain text,
+packed into forward passes of at most `micro_batch_tokens` tokens. Every `eval_steps` the held-out loss is measured, the best
+adapter kept and a checkpoint written; a run that is started again goes on from it.
 """
 
 import contextlib
@@ -21,8 +22,10 @@ from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES
 from lazyattention.adapt.rows import TrainingBatch, TrainingRow, make_batch
 from lazyattention.adapt.samples import Sample
+from lazyattention.config import without_gone_options
 from lazyattention.errors import ConfigError, LazyAttentionError
 from lazyattention.ops.rotary import LayerRotary
+from lazyattention.quality.output import refuse_difference
 from lazyattention.reuse import Chunking
 from lazyattention.utils.logging import get_logger
 
@@ -268,13 +271,12 @@ class Trainer:
             return
         state = torch.load(path, map_location=self.device, weights_only=True)
         # A longer budget may be given to a run that ended; everything else must be as it was.
-        free = {"max_steps", "max_minutes", "patience", "micro_batch_tokens", "gradient_checkpointing"}
-        now = asdict(self.config)
-        differing = sorted(name for name in now if name not in free and now[name] != state["config"].get(name))
-        if differing:
-            raise ConfigError(
-                f"{path} is of a run with other options ({', '.join(differing)}); choose another output folder, or delete it"
-            )
+        free = ("max_steps", "max_minutes", "patience", "micro_batch_tokens", "gradient_checkpointing")
+        known, wanted = (
+            {name: value for name, value in config.items() if name not in free}
+            for config in (state["config"], asdict(self.config))
+        )
+        refuse_difference(path, known | {"chunk": without_gone_options(known["chunk"])}, wanted)
         self.log = TrainingLog(**state["log"])
         if self.log.stopped in ("max_steps", "max_minutes") and self.progress < 1.0:
             self.log.stopped = ""

@@ -65,12 +65,16 @@ def refuse_other_run(path: Path, run: Mapping[str, Any]) -> None:
         known = json.loads(path.read_text(encoding="utf-8"), object_hook=without_gone_options)
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}; choose another output folder") from error
-    wanted = json.loads(json.dumps(run))
+    refuse_difference(path.parent, known, json.loads(json.dumps(run)))
+
+
+def refuse_difference(path: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless what is known of the run at `path` is what is wanted; it names what is not."""
     differing = sorted(name for name in {*wanted, *known} if wanted.get(name) != known.get(name))
     if differing:
+        names = (name if name in known else f"{name} (not known when it was made)" for name in differing)
         raise ConfigError(
-            f"{path.parent} holds another run (it differs in {', '.join(differing)}); choose another output folder, or "
-            "delete it"
+            f"{path} holds another run (it differs in {', '.join(names)}); choose another output folder, or delete it"
         )
 
 
