@@ -78,6 +78,11 @@ def test_examples_are_read_as_written(tmp_path):
     )
     first, second = read_examples(path)
     assert (first.id, first.answers, first.gold_documents, first.gold_position) == ("1", ("x",), (1,), "last")
+    twice = write(
+        tmp_path / "twice.jsonl",
+        {"question": "q", "documents": [{"text": t, "id": "A"} for t in "xyz"], "gold_documents": "A"},
+    )
+    assert read_examples(twice)[0].gold_documents == (0, 1, 2)  # an id names all documents that have it
     assert (second.id, second.answers, second.gold_documents, second.gold_position) == ("mine", ("today",), (), None)
     again = read_examples(write(tmp_path / "again.jsonl", *[json.dumps(e.to_dict()) for e in (first, second)]))
     assert again == [first, second]

@@ -201,7 +201,7 @@ def _gold(given: object, documents: Sequence[Document], where: str) -> tuple[int
         if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < len(documents):
             places.append(item)
         elif isinstance(item, str) and item in ids:
-            places.append(ids.index(item))
+            places += [place for place, document_id in enumerate(ids) if document_id == item]
         else:
             raise ConfigError(
                 f"{where}: 'gold_documents' holds {item!r:.80}; allowed are indices below {len(documents)} and ids of "
