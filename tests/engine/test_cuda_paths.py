@@ -187,6 +187,35 @@ def test_decoding_lays_nothing_out_anew(monkeypatch):
         assert num_layouts <= 4
 
 
+def test_the_next_step_is_laid_out_while_the_device_computes(monkeypatch):
+    """After prompts and after ends by length all that is left to do before the next launch is to send tokens."""
+    launches = []  # tokens, and layouts made on the way to each launch
+    run, original = cuda_graphs.GraphRunner.run, static_plan.lay_out
+    num_layouts = 0
+
+    def counted(*args):
+        nonlocal num_layouts
+        num_layouts += 1
+        return original(*args)
+
+    def run_and_note(runner, step, token_ids, *args):
+        before = num_layouts
+        logits = run(runner, step, token_ids, *args)
+        launches.append((len(token_ids), num_layouts - before))
+        return logits
+
+    with kernel_engine(cuda_graphs=True) as engine:
+        run_all(engine, "rotate_query", PROMPTS[:2], SamplingParams(max_tokens=1, ignore_eos=True))
+        monkeypatch.setattr(static_plan, "lay_out", counted)
+        monkeypatch.setattr(cuda_graphs.GraphRunner, "run", run_and_note)
+        for index, layout in enumerate(PROMPTS[:2]):
+            params = SamplingParams(max_tokens=6 + 3 * index, ignore_eos=True, temperature=0.0)
+            engine.add_request(f"again-{index}", layout, params)
+        drain(engine)
+    assert launches[0][1] == 1  # the prompts themselves
+    assert launches[1:] == [(2, 0)] * 5 + [(1, 0)] * 3
+
+
 def test_start_up_records_every_size_and_running_none():
     capture = RunAgain()
     with kernel_engine(cuda_graphs=True, capture=capture) as engine:

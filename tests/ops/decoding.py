@@ -48,6 +48,15 @@ class Decoding:
         self.builder.drop_range(int(rows.range_ids[-1]))
         self.free += text.block_ids
 
+    def step_ahead(self):
+        """Let the builder assemble the next step early, as if each request took one token; blocks come later."""
+        rows_of, positions = [], []
+        for rows, _, text in self.requests.values():
+            self.builder.grow_range(int(rows.range_ids[-1]), text.num_tokens + 1)
+            rows_of.append(rows)
+            positions.append(text.first_position + text.num_tokens)
+        return self.builder.step_ahead(rows_of, np.array(positions))
+
     def step(self, query_lens=None):
         """Let each request take new tokens; return the builder's step and the plan made from scratch."""
         query_lens = np.ones(len(self.requests), np.int64) if query_lens is None else np.asarray(query_lens)

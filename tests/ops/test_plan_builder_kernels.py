@@ -47,17 +47,21 @@ class Layer:
 @given(
     seed=st.integers(0, 2**16),
     actions=st.lists(st.sampled_from(["decode", "decode", "decode", "arrive", "leave", "prefill"]), max_size=12),
+    ahead=st.lists(st.booleans(), min_size=13, max_size=13),
     keys_turned=st.booleans(),
 )
-def test_any_course_of_steps_equals_plans_from_scratch(seed, actions, keys_turned):
+def test_any_course_of_steps_equals_plans_from_scratch(seed, actions, ahead, keys_turned):
+    """Some steps are assembled ahead, and come so or otherwise."""
     decoding = Decoding(
         seed, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16, 33, 1), keys_turned=keys_turned
     )
     layer = Layer()
     decoding.add(2, 6)
     decoding.add(4, 1)
-    for action in [*actions, "decode"]:
+    for action, is_ahead in zip([*actions, "decode"], ahead, strict=False):
         query_lens = None
+        if is_ahead:
+            decoding.step_ahead()
         if action == "arrive" and len(decoding.requests) < 6:
             decoding.add(int(decoding.rng.integers(0, 5)), int(decoding.rng.integers(0, 9)))
         elif action == "leave" and len(decoding.requests) > 1:
@@ -116,6 +120,41 @@ def test_device_tasks_are_kept_while_only_positions_change():
     assert plans[1].device_plan(layer.spec()) is plans[2].device_plan(layer.spec())
     decoding.add(2, 3)
     assert decoding.builder.plan(decoding.step()[0]).device_plan(layer.spec()) is not plans[2].device_plan(layer.spec())
+
+
+def test_a_step_assembled_ahead_is_there_when_it_comes():
+    """Each text's block is full when it is, the next one lies elsewhere; one layout does for both."""
+    decoding = Decoding(0, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16), table_entries=4096)
+    layer = Layer()
+    decoding.add(2, 2, max_tokens=40)
+    key = decoding.add(1, 6, max_tokens=40)
+    enough = {"num_tokens": 3, "max_rows": 12, "max_few_tasks": 20, "max_many_tasks": 0, "max_parts": 30}
+    static = StaticPlan(StaticCapacity(**enough), [layer.spec()], block_size=BLOCK_SIZE, blocks=decoding.builder.blocks)
+
+    def run_next():
+        step, scratch = decoding.step()
+        assert static.load(step, decoding.builder.blocks)
+        count = len(decoding.requests)
+        torch.testing.assert_close(layer.run(static.plan, 0)[:count], layer.run(scratch, 1), rtol=1e-6, atol=1e-6)
+        return step.version
+
+    prompts = decoding.step(np.array([2, 2]))[0]
+    ahead = decoding.step_ahead()
+    assert ahead.version > prompts.version
+    assert static.load_layout(ahead)
+    assert not (ahead.slot_mapping >= 0).any()
+    assert run_next() == ahead.version
+    assert decoding.step_ahead() is None  # nothing new
+    assert run_next() == ahead.version
+    decoding.remove(key)
+    decoding.add(2, 3, max_tokens=40)
+    left = decoding.step_ahead()
+    assert static.load_layout(left)
+    decoding.add(1, 7, max_tokens=40)  # another one after all
+    assert run_next() > left.version
+    for _ in range(9):
+        decoding.step_ahead()
+        run_next()
 
 
 def test_full_block_tables_move_and_plans_follow():

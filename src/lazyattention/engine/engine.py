@@ -228,7 +228,9 @@ class Engine:
             except Exception as error:  # whatever the model raises must not take other requests along
                 self._fail_step(step, error)
             else:
-                self.scheduler.advance(step)  # while a GPU still computes
+                # While a GPU still computes.
+                self.scheduler.advance(step)
+                self.model_runner.plan_ahead(batch, self.scheduler.running)
                 changed = self._sample(step, batch, logits)
                 if self._checksums is not None:
                     self._checksums.after_step(step, batch)

@@ -5,6 +5,7 @@ On the CPU each batch is laid out anew and the model runs as it is. On CUDA devi
 compiled and small steps replayed as CUDA graphs; whatever of this a model does not allow is left out, and said once.
 """
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from lazyattention.config import EngineConfig
 from lazyattention.engine.batch import Batch, build_batch
 from lazyattention.engine.compiled import COMPILE_ERRORS, MIN_TOKENS, CompiledLayers
 from lazyattention.engine.cuda_graphs import Capture, GraphCapture, GraphRunner
+from lazyattention.engine.request import Sequence
 from lazyattention.engine.scheduler import Step
 from lazyattention.engine.step_planner import PlannedBatch, StepPlanner
 from lazyattention.errors import ConfigError, UnsupportedError
@@ -146,6 +148,18 @@ class ModelRunner:
             send(sample_rows.numpy(), self.device),
             batch.observer,
         )
+
+    @torch.inference_mode()
+    def plan_ahead(self, batch: Batch, running: Iterable[Sequence]) -> None:
+        """After `run`: plan the step that follows if all that run go on with one token each, unless it is planned like this one.
+
+        The next step then finds its plan there; if it is another after all, it makes its own.
+        """
+        if self._planner is None or not isinstance(batch, PlannedBatch):
+            return
+        host_step = self._planner.plan_ahead(batch, running)
+        if host_step is not None and self.graphs is not None:
+            self.graphs.load_ahead(host_step, self._planner.blocks)
 
     @torch.inference_mode()
     def call_layers(self, token_ids: list[int], metadata: AttentionMetadata) -> None:

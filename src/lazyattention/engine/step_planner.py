@@ -155,14 +155,35 @@ class StepPlanner:
             self.forget()
         return batch
 
+    def plan_ahead(self, batch: PlannedBatch, running: Iterable[Sequence]) -> HostStep | None:
+        """Assemble the step after `batch` if all that run and do not end by their length decode one token each in it.
+
+        Args:
+            batch: The last step; its tokens count as computed.
+            running: All running sequences, in the order in which they are scheduled.
+
+        Returns:
+            None if some sequence has more to compute than that, or the layout is that of the last step.
+        """
+        sampled = {id(sequence) for sequence in batch.sampled}
+        rows: list[RequestRows] = []
+        positions: list[int] = []
+        for sequence in running:
+            if id(sequence) not in sampled:
+                return None
+            if len(sequence.output_token_ids) + 1 >= sequence.max_tokens:
+                continue
+            known = self._decoding_of(sequence)
+            index = known.span.num_computed
+            self._extend(known.own, index + 1, known.span.block_ids)
+            rows.append(known.rows)
+            positions.append(known.span.start + index)
+        return self._plans.step_ahead(rows, np.array(positions)) if rows else None
+
     # Pieces ----------------------------------------------------------------------------------------------------------
 
     def _add_decode(self, parts: "_Parts", piece: Piece, sequence: Sequence) -> None:
-        span = sequence.spans[-1]
-        known = self._decoding.get(id(span))
-        if known is None:
-            known = self._decoding[id(span)] = self._start_decoding(piece, sequence, span)
-        index = piece.offset
+        known, span, index = self._decoding_of(sequence), sequence.spans[-1], piece.offset
         self._extend(known.own, index + 1, span.block_ids)
         block, inside = divmod(index, self._block_size)
         parts.add(
@@ -173,10 +194,16 @@ class StepPlanner:
             (span.block_ids[block] * self._block_size + inside,),
         )
 
-    def _start_decoding(self, piece: Piece, sequence: Sequence, span: SpanState) -> _Decoding:
-        seen, deltas = self._seen_by(sequence, piece.span_index)
-        own = self._range_of_span(span, piece.offset, max_tokens=len(span.token_ids) + sequence.max_tokens)
-        return _Decoding(sequence, span, _rows([*seen, own], [*deltas, 0]), own, seen)
+    def _decoding_of(self, sequence: Sequence) -> _Decoding:
+        span = sequence.spans[-1]
+        known = self._decoding.get(id(span))
+        if known is None:
+            seen, deltas = self._seen_by(sequence, len(sequence.spans) - 1)
+            max_tokens = len(span.token_ids) + sequence.max_tokens
+            own = self._range_of_span(span, span.num_computed, max_tokens=max_tokens)
+            known = _Decoding(sequence, span, _rows([*seen, own], [*deltas, 0]), own, seen)
+            self._decoding[id(span)] = known
+        return known
 
     def _add_prefill_piece(self, parts: "_Parts", piece: Piece, sequence: Sequence) -> None:
         span = sequence.spans[piece.span_index]
@@ -264,16 +291,10 @@ class StepPlanner:
 
     def _extend(self, known: _Range, num_tokens: int, block_ids: list[int]) -> None:
         """Tell of a span's new length, and of blocks it got since."""
-        if known.num_tokens == num_tokens:
+        if known.num_tokens == num_tokens and known.num_blocks == len(block_ids):
             return
-        if len(block_ids) == known.num_blocks:
-            self._plans.grow_range(known.range_id, num_tokens)
-        else:
-            # The builder counts a range's blocks by its tokens; some of these may have come in steps planned elsewhere.
-            self._plans.grow_range(known.range_id, known.num_blocks * self._block_size)
-            self._plans.grow_range(known.range_id, num_tokens, block_ids[known.num_blocks :])
-            known.num_blocks = len(block_ids)
-        known.num_tokens = num_tokens
+        self._plans.grow_range(known.range_id, num_tokens, block_ids[known.num_blocks :])
+        known.num_tokens, known.num_blocks = num_tokens, len(block_ids)
 
     def forget(self) -> None:
         """Between steps: drop what no running sequence decodes over; what is needed after all comes back by itself."""

@@ -64,10 +64,11 @@ class _Ranges:
     turned: np.ndarray = field(default_factory=lambda: np.ones(1024, bool))
     tables: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
     table_sizes: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
+    num_blocks: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
     slots: np.ndarray = field(default_factory=lambda: np.zeros(1024, np.int64))
 
     def grow(self) -> None:
-        for name in ("tokens", "firsts", "turned", "tables", "table_sizes", "slots"):
+        for name in ("tokens", "firsts", "turned", "tables", "table_sizes", "num_blocks", "slots"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
 
@@ -143,13 +144,13 @@ class PlanBuilder:
         return range_id
 
     def grow_range(self, range_id: int, num_tokens: int, new_block_ids: Sequence[int] = ()) -> None:
-        """Tell of a range's new length and of blocks appended to it."""
-        old_tokens = int(self._ranges.tokens[range_id])
+        """Tell of a range's new length and of blocks appended to it; the one may come before the other."""
         self._ranges.tokens[range_id] = num_tokens
         if len(new_block_ids):
             self._ranges.slots[range_id] = -1
-            start, used = int(self._ranges.tables[range_id]), -(-old_tokens // self._block_size)
+            start, used = int(self._ranges.tables[range_id]), int(self._ranges.num_blocks[range_id])
             end = used + len(new_block_ids)
+            self._ranges.num_blocks[range_id] = end
             if end <= self._ranges.table_sizes[range_id]:
                 self._host_blocks[start + used : start + end] = new_block_ids
                 self._dirty.append((start + used, start + end))
@@ -193,6 +194,25 @@ class PlanBuilder:
         if store_turns is not None and not store_turns.any():
             store_turns = None
         return HostStep(self._last_arrays, positions, slot_mapping, store_turns, self._version)
+
+    def step_ahead(self, requests: Sequence[RequestRows], positions: np.ndarray) -> HostStep | None:
+        """Assemble a step of one token per request before it comes; `step` then finds it, if it comes so.
+
+        Ranges must have the length they will have then; blocks may still be appended to them.
+
+        Args:
+            requests: As in `step`.
+            positions: int64 `[num_requests]`.
+
+        Returns:
+            The step, of which nothing is to be stored; None if its layout is that of the last one.
+        """
+        query_lens = np.ones(len(requests), np.int64)
+        if self._is_unchanged(requests, query_lens):
+            return None
+        step = self.step(requests, query_lens, positions, np.full(len(requests), -1))
+        self._steps_in_version = 0
+        return step
 
     def plan(self, step: HostStep) -> AttentionPlan:
         """Return a step's plan; it shares the device's tasks with the last plan of the same version."""
@@ -277,6 +297,7 @@ class PlanBuilder:
         self._host_blocks[start : start + len(table)] = table
         self._ranges.tables[range_id] = start
         self._ranges.table_sizes[range_id] = size
+        self._ranges.num_blocks[range_id] = len(table)
         self._dirty.append((start, start + len(table)))
         self._structure_changed = True
 

@@ -170,29 +170,40 @@ class StaticPlan:
         columns[0, :num_real], columns[1, :num_real] = step.positions, step.slot_mapping
         if step.store_turns is not None:
             columns[2, :num_real] = step.store_turns
-        if step.version != self._version:
-            flats = []
-            for spec, laid_out in self._laid_out.items():
-                layout = lay_out(step.arrays, columns[0], laid_out)
-                if not self._fits(layout):
-                    return False
-                flats.append(self._pack(layout, spec).flat)
-            for flat, host in zip(self._flats.values(), flats, strict=True):
-                load(flat, host)
-            self._version = step.version
+        if not self.load_layout(step):
+            return False
         if inputs is not None:
             loaded[3 * num_tokens :] = inputs
         load(self._loaded, loaded)
         return True
 
+    def load_layout(self, step: HostStep) -> bool:
+        """Load what steps of equal versions share; False, and all is left as it was, if it does not fit."""
+        if step.version == self._version:
+            return True
+        positions = self._padded(step.positions)
+        flats = []
+        for spec, laid_out in self._laid_out.items():
+            layout = lay_out(step.arrays, positions, laid_out)
+            if not self._fits(layout):
+                return False
+            flats.append(self._pack(layout, spec).flat)
+        for flat, host in zip(self._flats.values(), flats, strict=True):
+            load(flat, host)
+        self._version = step.version
+        return True
+
     def capacity_for(self, step: HostStep) -> StaticCapacity:
         """Return this plan's capacity, grown so that the step fits if it has as few tokens."""
-        positions = np.zeros(max(self.capacity.num_tokens, len(step.positions)), np.int64)
-        positions[: len(step.positions)] = step.positions
-        capacity = self.capacity
+        positions, capacity = self._padded(step.positions), self.capacity
         for laid_out in self._laid_out.values():
             capacity = capacity.holding(_needs(lay_out(step.arrays, positions, laid_out)))
         return capacity
+
+    def _padded(self, positions: np.ndarray) -> np.ndarray:
+        padded = np.zeros(max(self.capacity.num_tokens, len(positions)), np.int64)
+        padded[: len(positions)] = positions
+        return padded
 
     def _fits(self, layout: Layout) -> bool:
         capacity = self.capacity
