@@ -159,7 +159,8 @@ def adapt_command(
     measure += ["--against", "quality", "--output", "quality-adapted", *flags_of(engine_options or {})]
     _out.print(f"next: {shlex.join(measure)}")
     _out.print(
-        "(the folder behind --against: what `lazyattention quality` wrote without the adapter, over the same data)"
+        "(the folder behind --against: what `lazyattention quality` wrote without the adapter, over the same data and numbers "
+        "of documents)"
     )
 
 
