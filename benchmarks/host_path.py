@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a warm request costs on the host before its one step is launched, piece by piece, on a machine without a GPU.
+"""What a warm request costs on the host before its step is launched, and the next step, on a machine without a GPU.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python3 benchmarks/host_path.py [--runs 300] [--documents 10]
 
@@ -13,7 +13,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -118,6 +118,51 @@ def measure(*, runs: int, num_documents: int, document_len: int = 512, question_
     return {label: _fastest_ms(samples[label] if label not in totals else totals[label]) for label in samples}
 
 
+def measure_joins(
+    *, runs: int, num_running: int = 63, num_documents: int = 10, document_len: int = 512
+) -> dict[str, float]:
+    """Return ms until the launch of the step after a request joined those that decode, planned ahead and not."""
+    torch.set_num_threads(1)
+    rng = random.Random(0)
+    found = {}
+    with stand_in_engine() as engine:
+        tokens = functools.partial(rng.choices, range(engine.loaded.vocab_size))
+        documents = [Span(tuple(tokens(k=document_len)), document_id=f"document-{i}") for i in range(2 * num_documents)]
+        preamble = Span(tuple(tokens(k=32)), is_preamble=True)
+
+        def ask(name: str, max_tokens: int) -> None:
+            layout = PromptLayout((preamble, *rng.sample(documents, num_documents), Span(tuple(tokens(k=64)))))
+            engine.add_request(name, layout, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+
+        run, launched_s = engine.model_runner.run, 0.0
+
+        def run_and_note(*args: Any) -> torch.Tensor:  # noqa: ANN401 - whatever it takes
+            nonlocal launched_s
+            logits = run(*args)
+            launched_s = time.perf_counter()
+            return logits
+
+        with mock.patch.object(engine.model_runner, "run", run_and_note):
+            for number in range(num_running):
+                ask(f"long-{number}", 3 * runs + 100)
+            while (
+                any(not sequence.output_token_ids for sequence in engine.scheduler.running) or engine.scheduler.waiting
+            ):
+                engine.step()
+            for label, is_ahead in (("planned ahead", True), ("not planned ahead", False)):
+                off = mock.patch.object(engine.model_runner, "plan_ahead", return_value=None)
+                with nullcontext() if is_ahead else off:
+                    seconds = []
+                    for number in range(runs):
+                        ask(f"{label}-{number}", 2)
+                        engine.step()  # its prompt, beside the others
+                        started_s = time.perf_counter()
+                        engine.step()
+                        seconds.append(launched_s - started_s)
+                    found[f"step after a request joined, {label}"] = _fastest_ms(seconds)
+    return found
+
+
 def _timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever it takes
@@ -142,7 +187,10 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=10)
     args = parser.parse_args()
     for label, ms in measure(runs=args.runs, num_documents=args.documents).items():
-        print(f"{label:34} {ms:.3f} ms")
+        print(f"{label:50} {ms:.3f} ms")
+    print("64 requests:")
+    for label, ms in measure_joins(runs=max(3, args.runs // 4), num_documents=args.documents).items():
+        print(f"{label:50} {ms:.3f} ms")
 
 
 if __name__ == "__main__":

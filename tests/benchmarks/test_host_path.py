@@ -16,3 +16,9 @@ def test_every_piece_is_timed_and_lies_within_the_whole():
     parts = ("add_request", "schedule", "build batch", "plan and inputs of the graph")
     assert sum(ms[part] for part in parts) < 2 * ms["until launch"] < 2 * ms["until the step's end"]
     assert ms["  of it: layout"] < ms["plan and inputs of the graph"]
+
+
+def test_the_step_after_a_request_joined_is_timed_planned_ahead_and_not():
+    ms = host_path.measure_joins(runs=2, num_running=2, num_documents=2, document_len=40)
+    assert len(ms) == 2
+    assert all(value > 0 for value in ms.values())
