@@ -166,7 +166,7 @@ def test_the_teacher_reads_what_the_question_is_about(tmp_path):
     lines = []
     for index, name in enumerate(names):
         documents = [f"{other} is the keeper" for other in names]
-        gold = [5 - index, index] if index % 2 else [index]
+        gold = [5 - index, index, index] if index % 2 else [index]
         lines.append({"question": f"who is {name}?", "documents": documents, "gold_documents": gold})
     lines[-1]["gold_documents"] = []  # not known: the teacher reads all
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -174,7 +174,7 @@ def test_the_teacher_reads_what_the_question_is_about(tmp_path):
     engine = make_engine(load_tiny(), num_blocks=600)
     samples = prepare_samples(engine, request)
     examples = {example.question: example for example in read_examples(data)}
-    shown = [tuple(sorted(examples[f"who is {name}?"].gold_documents)) for name in names]
+    shown = [tuple(sorted({*examples[f"who is {name}?"].gold_documents})) for name in names]
     alone = [
         replace(examples[f"who is {name}?"], documents=tuple(examples[f"who is {name}?"].documents[p] for p in gold))
         if gold
@@ -191,6 +191,13 @@ def test_the_teacher_reads_what_the_question_is_about(tmp_path):
     with pytest.raises(ConfigError, match="teacher_documents"):
         prepare_samples(engine, replace(request, config=replace(SMALL, teacher_documents="all")))
 
+    alike = prepare_samples(
+        engine, replace(request, output=tmp_path / "all", config=replace(SMALL, teacher_documents="all"))
+    )
+    assert [sample.teacher_layout for sample in alike] == [sample.layout for sample in alike] == wholes
+    answers = generate(engine, wholes, max_tokens=4, reuse_method="full_recompute")
+    assert [tuple(one.token_ids) for one in answers] == [sample.answer for sample in alike]
+
     def kl(teacher_layouts, method):
         taught = score(engine, teacher_layouts, [one.answer for one in samples], reuse_method="full_recompute")
         student = score(engine, wholes, [one.answer for one in samples], reuse_method=method)
@@ -205,7 +212,7 @@ def test_the_teacher_reads_what_the_question_is_about(tmp_path):
 
 
 def test_documents_are_plain_text_too(tmp_path):
-    prompts = [prompt("p7 d40 d12 t4"), prompt("p7 d300 t5"), prompt("p7 d40 d90 t4"), prompt("p7 d24 t4")]
+    prompts = [prompt("p7 d40 d12 t4"), prompt("p7 d300 t5"), prompt("p7 d40 d90 t4"), prompt("p30 d24 t40")]
     samples = [Sample(layout, layout, (5, 6)) for layout in prompts]
     found = plain_samples(samples, (3,), seed=0)
     texts = {span.token_ids for layout in prompts for span in layout.spans if span.is_document}
@@ -216,7 +223,7 @@ def test_documents_are_plain_text_too(tmp_path):
     for plain in found:
         assert plain.layout.token_ids[0] == 3
         assert plain.teacher_layout == plain.layout
-        assert len(plain.answer) >= 8
+        assert len(plain.layout.token_ids) > len(plain.answer) >= 8
     assert plain_samples(samples, (3,), seed=0) == found != plain_samples(samples, (3,), seed=1)
 
     def trainer(num_texts=12, **more):
@@ -240,6 +247,21 @@ def test_documents_are_plain_text_too(tmp_path):
         assert log.evaluations[0]["plain"] == pytest.approx(0, abs=1e-6)
         drifts.append(log.evaluations[-1]["plain"])
     assert 0 < drifts[1] < 0.6 * drifts[0], drifts
+
+
+def test_plain_text_begins_as_any_text_does(tmp_path, monkeypatch):
+    seen = []
+
+    class Noting(Trainer):
+        def __init__(self, model, rotaries, samples, *args, plain, **more):
+            seen.append((samples, plain))
+            super().__init__(model, rotaries, samples, *args, plain=plain, **more)
+
+    monkeypatch.setattr(workflow, "Trainer", Noting)
+    run_adapt(load_tiny(), request_of(tmp_path, replace(SMALL, max_steps=1, seed=1), data=("needle",)))
+    ((samples, plain),) = seen
+    assert plain == plain_samples(samples, (tiny_tokenizer().bos_token_id,), seed=1)
+    assert plain
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path, monkeypatch):
@@ -475,12 +497,15 @@ def test_the_command_adapts(tmp_path):
         "--rank",
         "4",
     ]
-    arguments += ["--gradient-checkpointing", "--teacher-documents", "all"]
+    arguments += ["--gradient-checkpointing", "--teacher-documents", "all", "--plain-share", "0.75"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "held-out loss under the chunk mask" in result.output
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-    assert json.loads((tmp_path / "adapter" / "adapt.json").read_text())["config"]["teacher_documents"] == "all"
+    report = json.loads((tmp_path / "adapter" / "adapt.json").read_text())
+    assert (report["config"]["teacher_documents"], report["config"]["plain_share"]) == ("all", 0.75)
+    plain = [evaluation["plain"] for evaluation in (report["evaluations"][0], report["evaluations"][-1])]
+    assert "on plain text of the documents {:.4f} -> {:.4f}".format(*plain) in result.output
     Engine(load_model(str(folder), adapter=str(tmp_path / "adapter"), progress=False))
     wrong = CliRunner().invoke(app, [*arguments, "--objective", "distil"])
     assert wrong.exit_code == 2

@@ -89,6 +89,12 @@ def test_the_command_names_them_before_it_loads_a_model(tmp_path, data):
         assert result.exit_code == 2
         return " ".join(result.output.split())
 
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("the cape is north")
+    model = save_tiny(tmp_path / "model", tiny_model(num_hidden_layers=2))
+    notes = ["--model", model, "--data", tmp_path / "notes", "--output", tmp_path / "own", "--num-questions", 4]
+    assert "usable question" in run(*notes, "--distractors", "similar")  # of a random model
+    assert json.loads((tmp_path / "own" / "samples_made.json").read_text())["distractors"] == "similar"
     assert "given twice" in run("--data", data, "--data", data, "--output", tmp_path / "out")
     ignored = run("--data", data, "--output", tmp_path / "out", "--max-loss", "1", "--no-compile")
     assert "--max-loss, --compile has no effect here" in ignored

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evaluation script runs from end to end, small, and its table is made of what it measured."""
 
+import gzip
 import importlib
 import json
 import shlex
@@ -11,6 +12,8 @@ import pytest
 
 from fixtures.tiny_models import save_tiny, tiny_model
 from lazyattention import envs
+from lazyattention.documents.readers import read_documents
+from lazyattention.quality.datasets import build_dataset
 
 
 @pytest.fixture
@@ -18,7 +21,7 @@ def script(monkeypatch):
     folder = Path(__file__).parents[2] / "evaluation"
     monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module("gpu_adapt")
-    for name in ("gpu_adapt", "combine", "study", "tasks"):
+    for name in ("gpu_adapt", "combine", "passages", "study", "tasks"):
         sys.modules.pop(name, None)
 
 
@@ -132,3 +135,26 @@ def test_plans_are_of_arguments_and_tasks_that_exist(script, path):
         assert set(arguments.tasks) <= set(script.TASKS)
         assert all(script.reuse_option(name) for name in [*arguments.options, arguments.train_option])
     assert plan["main"] in plan["variants"]
+
+
+def test_passages_of_training_questions_become_documents_as_they_were(script, tmp_path, monkeypatch, capsys):
+    texts = {f"A & <b> {n}": f"The cape of {n} is < 3 & north." for n in range(1010)}
+    rows = [
+        {"question": f"which cape is {n}?", "answers": ["north"], "ctxs": [{"title": title, "text": text}]}
+        for n, (title, text) in enumerate(texts.items())
+    ]
+    rows += rows[:20]  # two questions about one passage
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "nq-open-oracle.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    monkeypatch.setattr(sys, "argv", ["passages.py", str(tmp_path)])
+    importlib.import_module("passages").main()
+    found = {d.title: d.text for d in read_documents((tmp_path / "passages",)).documents}
+    assert f"{len(found)} passages" in capsys.readouterr().out
+    nq = f"{tmp_path / 'nq-open-oracle.jsonl.gz'}"
+    tested = {d.title for e in build_dataset(f"nq:{nq}", num_documents=1, num_questions=1000) for d in e.documents}
+    assert found == {title: text for title, text in texts.items() if title not in tested}
+    assert found
+    arguments = script.parse(
+        shlex.split(f"--model m --data-folder {tmp_path} --out o --train passages needle nq-train:x.gz")
+    )
+    assert script.train_data(arguments) == (str(tmp_path / "passages"), "needle", f"nq-train:{tmp_path / 'x.gz'}")

@@ -120,11 +120,7 @@ def taught_example(example: QualityExample, teacher_documents: str) -> QualityEx
     if teacher_documents == "all" or not example.gold_documents:
         return example
     gold = sorted(set(example.gold_documents))
-    return replace(
-        example,
-        documents=tuple(example.documents[place] for place in gold),
-        gold_documents=tuple(range(len(gold))),
-    )
+    return replace(example, documents=tuple(example.documents[place] for place in gold), gold_documents=())
 
 
 def read_samples(engine: Engine, path: Path, *, system: str, teacher_documents: str) -> list[Sample]:
