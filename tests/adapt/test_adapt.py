@@ -258,7 +258,9 @@ def test_plain_text_begins_as_any_text_does(tmp_path, monkeypatch):
             super().__init__(model, rotaries, samples, *args, plain=plain, **more)
 
     monkeypatch.setattr(workflow, "Trainer", Noting)
-    run_adapt(load_tiny(), request_of(tmp_path, replace(SMALL, max_steps=1, seed=1), data=("needle",)))
+    run_adapt(
+        load_tiny(), request_of(tmp_path, replace(SMALL, max_steps=1, seed=1), data=("needle",), num_documents=(2, 2))
+    )
     ((samples, plain),) = seen
     assert plain == plain_samples(samples, (tiny_tokenizer().bos_token_id,), seed=1)
     assert plain
