@@ -3,27 +3,22 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fixtures.tiny_engine import loaded_tiny, make_engine, prompt
+from fixtures.tiny_engine import make_engine, prompt
 from fixtures.tiny_models import save_tiny, tiny_model
 from fixtures.tiny_tokenizer import tiny_tokenizer
 from lazyattention.adapt import workflow
-from lazyattention.adapt.cli import read_range
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES, distill_loss, labels_loss
 from lazyattention.adapt.rows import TrainingRow, make_batch
 from lazyattention.adapt.samples import Sample, plain_samples
 from lazyattention.adapt.trainer import Trainer, cut_by_tokens, split_samples
 from lazyattention.adapt.workflow import AdaptRequest, prepare_samples, run_adapt
-from lazyattention.cli import app
 from lazyattention.config import ChunkOptions, EngineConfig
-from lazyattention.engine.engine import Engine
 from lazyattention.engine.scoring import generate, score
 from lazyattention.errors import ConfigError, LazyAttentionError, UnsupportedError
 from lazyattention.models.loaded_model import wrap_model
@@ -457,66 +452,3 @@ def test_the_isolated_encoding_is_trained_as_such(tmp_path, monkeypatch):
     monkeypatch.setattr(workflow, "make_batch", note)
     run_adapt(load_tiny(), request_of(tmp_path, replace(SMALL, chunk=ChunkOptions(encoding="isolated"), max_steps=1)))
     assert seen == {0}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"full_share": 1.5}, "full_share"),
-        ({"plain_share": 1.5}, "plain_share"),
-        ({"teacher_documents": "some"}, "teacher_documents must be 'gold' or 'all', got 'some'"),
-        ({"max_minutes": 0}, "max_minutes"),
-        ({"rank": -1}, "rank"),
-        ({"chunk": ChunkOptions(chunk_bias=1.0)}, "chunk_temperature, chunk_bias"),
-        ({"chunk": ChunkOptions(calibrated=True)}, "calibrated"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        AdaptConfig(**options)
-
-
-def test_ranges_are_read():
-    assert read_range("7") == (7, 7)
-    assert read_range("2-10") == (2, 10)
-    for wrong in ("x", "2-", "5-2", "0"):
-        with pytest.raises(ConfigError, match="num-documents"):
-            read_range(wrong)
-
-
-def test_the_command_adapts(tmp_path):
-    folder = save_tiny(tmp_path / "model", tiny_model(**MODEL))
-    arguments = ["adapt", "--model", str(folder), "--data", "needle", "--output", str(tmp_path / "adapter")]
-    arguments += [
-        "--num-questions",
-        "6",
-        "--num-documents",
-        "2",
-        "--max-tokens",
-        "3",
-        "--max-steps",
-        "2",
-        "--rank",
-        "4",
-    ]
-    arguments += ["--gradient-checkpointing", "--teacher-documents", "all", "--plain-share", "0.75"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "held-out loss under the chunk mask" in result.output
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-    report = json.loads((tmp_path / "adapter" / "adapt.json").read_text())
-    assert (report["config"]["teacher_documents"], report["config"]["plain_share"]) == ("all", 0.75)
-    plain = [evaluation["plain"] for evaluation in (report["evaluations"][0], report["evaluations"][-1])]
-    assert "on plain text of the documents {:.4f} -> {:.4f}".format(*plain) in result.output
-    Engine(load_model(str(folder), adapter=str(tmp_path / "adapter"), progress=False))
-    wrong = CliRunner().invoke(app, [*arguments, "--objective", "distil"])
-    assert wrong.exit_code == 2
-    wrong = CliRunner().invoke(app, [*arguments, "--teacher-documents", "some"])
-    assert "teacher_documents must be 'gold' or 'all', got 'some'" in " ".join(wrong.output.split())
-
-
-def test_a_missing_package_is_named_before_any_sample_is_made(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.setattr(workflow, "prepare_samples", lambda *_: pytest.fail("minutes of work before the error"))
-    with pytest.raises(ConfigError, match="peft"):
-        run_adapt(loaded_tiny(num_hidden_layers=1), AdaptRequest(data=("needle",), output=tmp_path))
