@@ -15,15 +15,16 @@ from lazyattention.adapt import workflow
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES, distill_loss, labels_loss
 from lazyattention.adapt.rows import TrainingRow, make_batch
-from lazyattention.adapt.samples import Sample, plain_samples
+from lazyattention.adapt.samples import Sample, plain_samples, taught_example
 from lazyattention.adapt.trainer import Trainer, cut_by_tokens, split_samples
 from lazyattention.adapt.workflow import AdaptRequest, prepare_samples, run_adapt
 from lazyattention.config import ChunkOptions, EngineConfig
+from lazyattention.documents.document import Document
 from lazyattention.engine.scoring import generate, score
 from lazyattention.errors import ConfigError, LazyAttentionError, UnsupportedError
 from lazyattention.models.loaded_model import wrap_model
 from lazyattention.models.loader import load_model
-from lazyattention.quality.examples import read_examples
+from lazyattention.quality.examples import QualityExample, read_examples
 from lazyattention.reuse import Chunking, SpanUse
 
 ISOLATED = Chunking(ChunkOptions(encoding="isolated"))
@@ -204,6 +205,14 @@ def test_the_teacher_reads_what_the_question_is_about(tmp_path):
     for method in ("rotate_query", "full_recompute"):
         assert trainer.held_out_loss(method) == pytest.approx(kl(layouts, method), rel=1e-3)
         assert trainer.held_out_loss(method) != pytest.approx(kl(wholes, method), rel=1e-2)
+
+
+def test_a_teacher_is_not_left_without_text():
+    documents = (Document("  "), Document("a"), Document("b"))
+    known = QualityExample("1", "who?", documents, gold_documents=(2, 0))
+    assert taught_example(known, "gold").documents == (documents[2],)
+    nothing = replace(known, gold_documents=(0,))
+    assert taught_example(nothing, "gold") == nothing
 
 
 def test_documents_are_plain_text_too(tmp_path):

@@ -14,6 +14,7 @@ from lazyattention.cache.chunk import Chunk
 from lazyattention.engine import cuda_graphs, model_runner
 from lazyattention.engine.request import SpanState
 from lazyattention.engine.sampling_params import SamplingParams
+from lazyattention.engine.step_planner import StepPlanner
 from lazyattention.errors import ConfigError, NotFoundError
 from lazyattention.ops import attention, static_plan
 from oracle import LogitsRecorder, error_of
@@ -214,6 +215,25 @@ def test_the_next_step_is_laid_out_while_the_device_computes(monkeypatch):
         drain(engine)
     assert launches[0][1] == 1  # the prompts themselves
     assert launches[1:] == [(2, 0)] * 5 + [(1, 0)] * 3
+
+
+def test_nothing_is_planned_ahead_while_a_prompt_is_being_read(monkeypatch):
+    planned = []
+    original = StepPlanner.plan_ahead
+
+    def noted(planner, batch, running):
+        step = original(planner, batch, running)
+        planned.append((len(batch.sampled), None if step is None else len(step.positions)))
+        return step
+
+    monkeypatch.setattr(StepPlanner, "plan_ahead", noted)
+    with kernel_engine(cuda_graphs=True, max_num_batched_tokens=16) as engine:
+        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
+        engine.add_request("first", prompt("t5"), params)
+        engine.step()
+        engine.add_request("second", prompt("t40"), params)
+        drain(engine)
+    assert planned[:5] == [(1, 1), (1, None), (1, None), (2, 2), (2, None)]
 
 
 def test_start_up_records_every_size_and_running_none():

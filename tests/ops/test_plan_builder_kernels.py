@@ -122,8 +122,9 @@ def test_device_tasks_are_kept_while_only_positions_change():
     assert decoding.builder.plan(decoding.step()[0]).device_plan(layer.spec()) is not plans[2].device_plan(layer.spec())
 
 
-def test_a_step_assembled_ahead_is_there_when_it_comes():
+def test_a_step_assembled_ahead_is_there_when_it_comes(monkeypatch):
     """Each text's block is full when it is, the next one lies elsewhere; one layout does for both."""
+    monkeypatch.setattr(plan_builder, "_MAX_STEPS_PER_LAYOUT", 3)  # steps; one that was assembled ahead is none yet
     decoding = Decoding(0, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, chunk_lens=(5, 16), table_entries=4096)
     layer = Layer()
     decoding.add(2, 2, max_tokens=40)
@@ -146,6 +147,8 @@ def test_a_step_assembled_ahead_is_there_when_it_comes():
     assert run_next() == ahead.version
     assert decoding.step_ahead() is None  # nothing new
     assert run_next() == ahead.version
+    assert run_next() == ahead.version
+    assert run_next() > ahead.version
     decoding.remove(key)
     decoding.add(2, 3, max_tokens=40)
     left = decoding.step_ahead()

@@ -117,9 +117,9 @@ def plain_samples(samples: Sequence[Sample], first_token_ids: Sequence[int], see
 
 def taught_example(example: QualityExample, teacher_documents: str) -> QualityExample:
     """Return the question over what the teacher reads; all of it where nobody knows which documents it is about."""
-    if teacher_documents == "all" or not example.gold_documents:
+    gold = sorted({place for place in example.gold_documents if example.documents[place].text.strip()})
+    if teacher_documents == "all" or not gold:
         return example
-    gold = sorted(set(example.gold_documents))
     return replace(example, documents=tuple(example.documents[place] for place in gold), gold_documents=())
 
 

@@ -159,7 +159,7 @@ class ModelRunner:
             return
         host_step = self._planner.plan_ahead(batch, running)
         if host_step is not None and self.graphs is not None:
-            self.graphs.load_ahead(host_step, self._planner.blocks)
+            self.graphs.load_ahead(host_step)
 
     @torch.inference_mode()
     def call_layers(self, token_ids: list[int], metadata: AttentionMetadata) -> None:
