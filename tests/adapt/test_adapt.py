@@ -242,6 +242,8 @@ def test_documents_are_plain_text_too(tmp_path):
     assert len({row.answer for one in rows for row in one}) == 9
     assert not {row.answer for one in rows for row in one} & {sample.answer for sample in few.plain_held_out}
     assert not trainer(objective="labels")._plain_rows_of_step(3)
+    many = trainer_of(tmp_path, num_samples=10, plain=[sample("p30", (7, n)) for n in range(136)])
+    assert (len(many.plain_held_out), len(many.plain)) == (32, 104)
     drifts = []
     for share in (0.0, 1.0):
         (tmp_path / str(len(made))).mkdir()
@@ -459,5 +461,6 @@ def test_the_isolated_encoding_is_trained_as_such(tmp_path, monkeypatch):
         return batch
 
     monkeypatch.setattr(workflow, "make_batch", note)
+    monkeypatch.setattr("lazyattention.adapt.trainer.make_batch", note)
     run_adapt(load_tiny(), request_of(tmp_path, replace(SMALL, chunk=ChunkOptions(encoding="isolated"), max_steps=1)))
     assert seen == {0}
