@@ -239,9 +239,14 @@ def test_documents_are_plain_text_too(tmp_path):
     few = trainer(plain_share=0.375)
     rows = [few._plain_rows_of_step(step) for step in range(12)]
     assert [len(one) for one in rows[:4]] == [1, 2, 1, 2]
-    assert len({row.answer for one in rows for row in one}) == 9
+    assert len({row.answer for row in [row for one in rows for row in one][:9]}) == 9  # each once
     assert not {row.answer for one in rows for row in one} & {sample.answer for sample in few.plain_held_out}
-    assert not trainer(objective="labels")._plain_rows_of_step(3)
+    without_teacher = trainer(objective="labels")
+    assert not without_teacher._plain_rows_of_step(3)
+    without_teacher._evaluate()
+    assert set(without_teacher.log.evaluations[0]) == {"step", "chunk", "full"}
+    large = trainer_of(tmp_path, replace(SMALL, batch_size=100, plain_share=0.5), num_samples=10, plain=few.plain)
+    assert (len(large._rows_of_step(0)), len(large._plain_rows_of_step(0))) == (8, 4)
     many = trainer_of(tmp_path, num_samples=10, plain=[sample("p30", (7, n)) for n in range(136)])
     assert (len(many.plain_held_out), len(many.plain)) == (32, 104)
     drifts = []
@@ -253,6 +258,8 @@ def test_documents_are_plain_text_too(tmp_path):
         assert log.evaluations[0]["plain"] == pytest.approx(0, abs=1e-6)
         drifts.append(log.evaluations[-1]["plain"])
     assert 0 < drifts[1] < 0.6 * drifts[0], drifts
+    # At first plain text costs nothing; it counts as much as a prompt.
+    assert made[1].losses[0] == pytest.approx(made[0].losses[0] / 2, rel=1e-3)
 
 
 def test_plain_text_begins_as_any_text_does(tmp_path, monkeypatch):
