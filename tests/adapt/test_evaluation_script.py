@@ -73,6 +73,7 @@ def test_the_whole_evaluation_runs_small(script, tmp_path, monkeypatch, capsys):
     assert combined["training"]["data"] == ["needle", "nq-train:nq.gz"]  # not where it lay
     assert set(combined["variants"]) == {"out", "v"}
     assert combined["variants"]["v"]["config"]["seed"] == 1
+    assert combined["variants"]["v"]["commit"] == result["environment"]["commit"]
     assert combined["retained_share"] == result["retained_share"]
     assert combined["variants"]["v"]["tasks"]["needle-2"]["num_questions"] == 3
     assert combined["plain_text_nll_difference"] == result["plain_text_nll_difference"]
@@ -158,3 +159,13 @@ def test_passages_of_training_questions_become_documents_as_they_were(script, tm
         shlex.split(f"--model m --data-folder {tmp_path} --out o --train passages needle nq-train:x.gz")
     )
     assert script.train_data(arguments) == (str(tmp_path / "passages"), "needle", f"nq-train:{tmp_path / 'x.gz'}")
+
+
+def test_what_is_trained_is_what_the_arguments_say(script, tmp_path):
+    line = (
+        "--distractors similar --teacher-documents all --plain-share 0.5 --train-questions 100 --train-documents 5 20"
+    )
+    request = script.adapt_request(script.parse(shlex.split(f"--model m --data-folder d --out o {line}")), tmp_path)
+    config = request.config
+    assert (request.distractors, request.num_questions, request.num_documents) == ("similar", 100, (5, 20))
+    assert (config.teacher_documents, config.plain_share, config.held_out) == ("all", 0.5, 25)
