@@ -2,7 +2,6 @@
 """Frozen, checked options of the engine. Command-line flags and documentation are generated from these fields."""
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,8 +10,6 @@ from lazyattention.errors import ConfigError
 ENCODINGS = ("after_preamble", "isolated")
 POSITIONS = ("contiguous", "parallel")
 DOCUMENT_PLACES = ("first_user", "last_user", "system")
-GONE_OPTIONS: Mapping[str, object] = {"separator": ""}
-"""Options of earlier versions, which kept files still name, and the value that means what is done now."""
 
 
 def _doc(text: str, **more: object) -> dict[str, object]:
@@ -218,11 +215,6 @@ class EngineConfig:
             parts[owners[name]][name] = value
         config = replace(config, **parts.pop(""))
         return replace(config, **{part: replace(getattr(config, part), **given) for part, given in parts.items()})
-
-
-def without_gone_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of kept values what names an option of earlier versions and means what is done now."""
-    return {name: value for name, value in values.items() if name not in GONE_OPTIONS or value != GONE_OPTIONS[name]}
 
 
 def _unknown_option(name: str, known: list[str]) -> str:

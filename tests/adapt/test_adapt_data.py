@@ -128,12 +128,8 @@ def test_samples_are_those_of_the_data_and_options_given(tmp_path, data):
 
 def test_what_an_earlier_version_kept_is_named(tmp_path, data):
     run_adapt(load_tiny(), request_of(tmp_path, data))
-    # The chunk options had a separator, and nothing was known of teachers and plain text.
     checkpoint = tmp_path / "out" / "checkpoint.pt"
     state = torch.load(checkpoint, weights_only=True)
-    state["config"]["chunk"]["separator"] = ""
-    torch.save(state, checkpoint)
-    assert run_adapt(load_tiny(), request_of(tmp_path, data, config=replace(SMALL, max_steps=3))).num_steps == 3
     del state["config"]["plain_share"]
     torch.save(state, checkpoint)
     with pytest.raises(ConfigError, match=r"differs in plain_share \(not known when it was made\)\); choose another"):

@@ -156,10 +156,6 @@ def test_a_loss_is_found_however_its_options_are_written(one, other):
     assert find_loss("weights", config(recompute="first:16")) is None
 
 
-def test_a_loss_that_was_kept_when_documents_could_end_with_a_separator_is_found():
-    assert remember_loss("weights", config(), SMALL).stem == "781356aa66c900330e256aa0ecee6754"
-
-
 def test_wrong_choices_are_named():
     engine = make_engine(loaded_tiny(num_hidden_layers=2))
     with pytest.raises(RequestError, match="reuse must be one of auto, always, never"):

@@ -117,16 +117,3 @@ def test_an_adapter_served_with_other_options_is_said(folder, tmp_path, caplog):
     Engine(loaded, EngineConfig.of(plain, encoding="isolated", max_chunk_len=64))
     assert "made for encoding=after_preamble, max_chunk_len=" in caplog.text
     assert "the engine has encoding=isolated, max_chunk_len=64: serve it with the same" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("separator", "warning"), [("", None), ("---", "was made for separator=---, but the engine has no separator")]
-)
-def test_an_adapter_made_when_documents_could_end_with_a_separator(folder, tmp_path, caplog, separator, warning):
-    make_adapter(tmp_path / "adapter", seed=1)
-    config = EngineConfig.of(num_blocks=20, block_size=8)
-    options = {**prompt_options(config), "separator": separator}
-    notes = {"model": "model", "base_weights_id": load(folder).weights_id, "served_with": options}
-    (tmp_path / "adapter" / "adapt.json").write_text(json.dumps(notes))
-    Engine(load(folder, adapter=str(tmp_path / "adapter")), config)
-    assert caplog.text == "" if warning is None else warning in caplog.text

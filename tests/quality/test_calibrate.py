@@ -129,10 +129,6 @@ def test_a_calibration_belongs_to_weights_and_options(other):
     assert find_calibration("others", EngineConfig(), ChunkOptions()) is None
 
 
-def test_a_calibration_that_was_kept_when_documents_could_end_with_a_separator_is_found():
-    assert remember_calibration("weights", EngineConfig(), FOUND).stem == "49b7f30618d5113603e1f05c51c6b475"
-
-
 def test_the_loss_of_one_calibration_is_not_that_of_the_next():
     loss = MeasuredLoss(0.02, 0.05, 200, "nll", "own")
     for index, calibration in enumerate((FOUND, replace(FOUND, chunk_bias=0.25))):

@@ -258,21 +258,6 @@ def test_another_run_does_not_mix_into_a_folder(tmp_path):
         measure(engine_of(), [EXAMPLES[0], EXAMPLES[0]], CONFIG, tmp_path / "twice")
 
 
-def test_a_run_from_when_documents_could_end_with_a_separator_goes_on(tmp_path):
-    want = measure(engine_of(), EXAMPLES[:1], CONFIG, tmp_path)
-    path = tmp_path / "run.json"
-    run = json.loads(path.read_text())
-    for separator in ("", "---"):
-        for option in run["options"].values():
-            option["chunk_options"]["separator"] = separator
-        path.write_text(json.dumps(run))
-        if separator:
-            with pytest.raises(ConfigError, match="differs in options"):
-                measure(engine_of(), EXAMPLES[:1], CONFIG, tmp_path)
-        else:
-            assert measure(engine_of(), EXAMPLES[:1], CONFIG, tmp_path) == want
-
-
 def test_the_summary_says_what_the_records_say(tmp_path):
     records = measure(engine_of(), EXAMPLES, CONFIG, tmp_path)
     summary = summarize(records)

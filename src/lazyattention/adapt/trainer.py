@@ -22,7 +22,6 @@ from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES
 from lazyattention.adapt.rows import TrainingBatch, TrainingRow, make_batch
 from lazyattention.adapt.samples import Sample
-from lazyattention.config import without_gone_options
 from lazyattention.errors import ConfigError, LazyAttentionError
 from lazyattention.ops.rotary import LayerRotary
 from lazyattention.quality.output import refuse_difference
@@ -276,7 +275,7 @@ class Trainer:
             {name: value for name, value in config.items() if name not in free}
             for config in (state["config"], asdict(self.config))
         )
-        refuse_difference(path, known | {"chunk": without_gone_options(known["chunk"])}, wanted)
+        refuse_difference(path, known, wanted)
         self.log = TrainingLog(**state["log"])
         if self.log.stopped in ("max_steps", "max_minutes") and self.progress < 1.0:
             self.log.stopped = ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lazyattention import envs
-from lazyattention.config import GONE_OPTIONS, ChunkOptions, EngineConfig
+from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.errors import ConfigError
 from lazyattention.reuse.recompute import Recompute
 from lazyattention.utils.hashing import digest_fields
@@ -29,7 +29,7 @@ def path_of(kind: str, weights_id: str, config: EngineConfig, chunk: ChunkOption
     fields: tuple[str, ...] = (
         kind,
         weights_id,
-        json.dumps({**asdict(chunk), **GONE_OPTIONS}, sort_keys=True),  # names files as earlier versions did
+        json.dumps(asdict(chunk), sort_keys=True),
         config.documents_place,
         config.chat_template or "",
         str(config.cache.max_chunk_len),

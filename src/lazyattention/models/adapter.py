@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lazyattention.config import without_gone_options
 from lazyattention.errors import ConfigError
 from lazyattention.models.reading import READ_ERRORS, short
 from lazyattention.models.weights_id import folder_digest
@@ -70,7 +69,7 @@ class AdapterNotes:
 def read_notes(folder: Path) -> AdapterNotes | None:
     """Return what is known of an adapter; None for one from elsewhere."""
     try:
-        report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"), object_hook=without_gone_options)
+        report = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"))
         return AdapterNotes(folder, report["model"], report["base_weights_id"], report["served_with"])
     except (OSError, ValueError, LookupError, TypeError):
         return None

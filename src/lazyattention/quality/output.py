@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lazyattention.config import without_gone_options
 from lazyattention.errors import ConfigError
 from lazyattention.utils.logging import get_logger
 
@@ -62,7 +61,7 @@ def is_kept(path: Path, description: Path, run: Mapping[str, Any]) -> bool:
 def refuse_other_run(path: Path, run: Mapping[str, Any]) -> None:
     """Raise ConfigError unless a file describes this very run."""
     try:
-        known = json.loads(path.read_text(encoding="utf-8"), object_hook=without_gone_options)
+        known = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}; choose another output folder") from error
     refuse_difference(path.parent, known, json.loads(json.dumps(run)))
