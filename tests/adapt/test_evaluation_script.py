@@ -7,9 +7,11 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fixtures.tiny_engine import loaded_tiny, make_engine
 from fixtures.tiny_models import save_tiny, tiny_model
 from lazyattention import envs
 from lazyattention.documents.readers import read_documents
@@ -125,6 +127,26 @@ def test_a_plan_is_run_variant_by_variant_and_goes_on(script, tmp_path, monkeypa
     monkeypatch.setattr(script, "main", lambda argv: ran.append(argv[argv.index("--out") + 1]))
     study.main()
     assert [Path(folder).name for folder in ran] == ["broken"]
+
+
+def test_plain_texts_are_the_same_whatever_is_asked(script, monkeypatch):
+    needle = script.TASKS["needle-10"]
+    tasks = {f"needle-{count}": needle.__class__(needle.dataset, None, count, 3) for count in (2, 3)}
+    monkeypatch.setattr(script, "TASKS", tasks)
+    monkeypatch.setattr(script, "_PLAIN_PROMPT_LEN", 12)
+    monkeypatch.setattr(script, "_PLAIN_TARGET_LEN", 4)
+    asked = []
+
+    def score(engine, layouts, targets):
+        asked.append([(layout.token_ids, list(target)) for layout, target in zip(layouts, targets, strict=True)])
+        return [SimpleNamespace(nll=1.0) for _ in layouts]
+
+    monkeypatch.setattr(script, "score", score)
+    engine = make_engine(loaded_tiny())
+    for name in tasks:
+        argv = ["--model", "m", "--data-folder", "d", "--out", "o", "--tasks", name, "--num-questions", "3"]
+        assert script.plain_text_nlls(script.parse(argv), engine) == [1.0] * len(asked[0])
+    assert asked[0] == asked[1] != []
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "evaluation" / "plans").glob("*.json")), ids=str)
