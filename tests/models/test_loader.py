@@ -226,6 +226,7 @@ def test_missing_default_model_says_how_to_get_it(monkeypatch):
 def test_progress_bars_are_off_when_asked_and_back_afterwards(folder, capsys):
     from transformers.utils import logging as transformers_logging
 
+    transformers_logging.enable_progress_bar()  # commands switch it off for the whole process
     load(folder)
     assert "Loading weights" not in capsys.readouterr().err
     assert transformers_logging.is_progress_bar_enabled()

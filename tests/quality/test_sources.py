@@ -295,7 +295,7 @@ def test_what_another_run_made_is_told_apart(tmp_path):
     assert not is_kept(path, description, run)
     write_whole(path, ["x"])
     assert is_kept(path, description, run)
-    with pytest.raises(ConfigError, match="differs in rank, seed"):
+    with pytest.raises(ConfigError, match=r"differs in rank \(not known when it was made\), seed\)"):
         is_kept(path, description, {**run, "seed": 2, "rank": 3})
     description.write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
