@@ -462,7 +462,7 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
-        for _ in range(3000):
+        for _ in range(20_000):  # of one token each, for a hundred requests and more
             if not self.engine.has_work:
                 break
             self.step(1)
