@@ -272,6 +272,11 @@ class Schedules(RuleBasedStateMachine):
             assert self.engine.cache.pool.num_free == before
             return
         self.live[request_id] = (layout, method, params, options, scope)
+        if recompute not in (None, "none"):
+            # What it computes anew of a shared document is text of its own scope.
+            for span in (span for span in layout.spans if span.scope is not None):
+                self.gone.discard((scope, span.document_id))
+                self.first_since.pop((scope, span.document_id), None)
         for key in documents_of(layout, scope):
             if key in self.gone:
                 self.gone.discard(key)
@@ -398,8 +403,7 @@ class Schedules(RuleBasedStateMachine):
             assert 0 <= entry.num_recomputed_tokens <= entry.num_tokens
             key = (span.scope or scope, span.document_id)
             if self.first_since.get(key) == output.request_id and entry.reason != "same request":
-                # What is computed anew is text, which others of its scope may have computed over the same documents.
-                assert entry.num_reused_tokens <= entry.num_recomputed_tokens, (key, entry)
+                assert not entry.num_reused_tokens, (key, entry)
                 assert entry.status in ("miss", "computed")
         for key in [key for key, request_id in self.first_since.items() if request_id == output.request_id]:
             del self.first_since[key]
