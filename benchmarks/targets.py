@@ -48,7 +48,7 @@ def steps_of(out: Path) -> dict[str, tuple[list[str], float]]:
     return {
         "ops": (["gpu_all.py", "--parts", "check,time", "--out", str(out)], 480),
         "tune": (["tune_ops.py", "--as-is", "--seconds", "200", "--out", str(out / "tune.json")], 240),
-        "engine": (["gpu_engine.py", "--parts", "ttft,decode", "--out", str(out)], 420),
+        "engine": (["gpu_engine.py", "--parts", "ttft,decode,profile", "--out", str(out)], 420),
         "serving": (["bench_serving.py", *serving.split(), "--out", str(out / "serving.json")], 480),
     }
 

@@ -115,7 +115,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the result file; default: the model's")
     parser.add_argument("--data-folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--base", type=Path, help="folder of the run whose model, records and samples are shared")
+    parser.add_argument("--base", type=Path, help="folder of the run whose model and records are shared")
     parser.add_argument(
         "--stage", choices=["all", "unadapted", "train"], default="all", help="what to do; default: all that is missing"
     )
@@ -136,7 +136,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="data sets, and their files in the data folder; or a folder of documents there, about which the model writes the "
         "questions (`passages.py` makes one)",
     )
-    parser.add_argument("--train-questions", type=int, default=1200, help="of each")
+    parser.add_argument("--train-questions", type=int, nargs="+", default=[1200], help="of each; or one number per set")
     parser.add_argument("--train-documents", type=int, nargs=2, default=(10, 10))
     parser.add_argument("--distractors", choices=DISTRACTORS, default="random", help="of questions the model writes")
     parser.add_argument(
@@ -152,7 +152,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations: faster, more memory")
     parser.add_argument("--train-option", default="after_preamble", help="reuse option that is trained; composed: a+b")
     parser.add_argument("--full-share", type=float, default=0.2)
-    parser.add_argument("--plain-share", type=float, default=0.2)
+    parser.add_argument("--plain-share", type=float, default=0.3)
     parser.add_argument("--question-weight", type=float, default=0.1)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--seed", type=int, default=0)
@@ -164,6 +164,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.num_questions *= len(arguments.tasks)
     if len(arguments.num_questions) != len(arguments.tasks):
         parser.error("--num-questions: give one number, or one per task")
+    if len(arguments.train_questions) == 1:
+        arguments.train_questions *= len(arguments.train)
+    if len(arguments.train_questions) != len(arguments.train):
+        parser.error("--train-questions: give one number, or one per training set")
     return arguments
 
 
@@ -301,7 +305,7 @@ def adapt_request(arguments: argparse.Namespace, output: Path) -> AdaptRequest:
     return AdaptRequest(
         data=train_data(arguments),
         output=output,
-        num_questions=arguments.train_questions,
+        num_questions=tuple(arguments.train_questions),
         num_documents=tuple(arguments.train_documents),
         distractors=arguments.distractors,
         max_tokens=arguments.max_tokens,
@@ -318,7 +322,7 @@ def adapt_request(arguments: argparse.Namespace, output: Path) -> AdaptRequest:
             max_minutes=arguments.minutes,
             max_steps=arguments.max_steps,
             eval_steps=arguments.eval_steps,
-            held_out=min(arguments.held_out, arguments.train_questions // 4),
+            held_out=min(arguments.held_out, sum(arguments.train_questions) // 4),
             gradient_checkpointing=False if arguments.no_checkpointing else None,
             seed=arguments.seed,
         ),

@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import shlex
+import shutil
 import time
 import traceback
 from pathlib import Path
@@ -21,7 +22,14 @@ import combine
 import gpu_adapt
 import torch
 
+from lazyattention.adapt.workflow import MADE_NAME, SAMPLES_NAME
 from lazyattention.models.adapter import REPORT_NAME
+
+# Arguments that decide which prompts there are and how they are answered; `adapt` checks that none is overlooked.
+_OF_SAMPLES = {
+    *("train", "train_questions", "train_documents", "distractors"),
+    *("teacher_documents", "objective", "max_tokens", "seed", "model"),
+}
 
 
 def main() -> None:
@@ -40,6 +48,7 @@ def main() -> None:
     unknown = sorted(set(names) - set(plan["variants"]))
     if unknown:
         parser.error(f"--only: no variants {', '.join(unknown)}; there are {', '.join(plan['variants'])}")
+    outs = {name: arguments.study / name for name in plan["variants"]}
     ends_s = time.perf_counter() + 60 * arguments.minutes
     base = arguments.study / "base"
     common = ["--model", arguments.model, "--name", plan["name"], "--data-folder", str(arguments.data_folder)]
@@ -49,7 +58,7 @@ def main() -> None:
         (base / "done").touch()
     failed = []
     for name in names:
-        out = arguments.study / name
+        out = outs[name]
         if (out / "done").exists():
             continue
         if time.perf_counter() >= ends_s:
@@ -57,7 +66,11 @@ def main() -> None:
             break
         print(f"== {name}", flush=True)
         try:
-            gpu_adapt.main([*common, "--out", str(out), "--base", str(base), *shlex.split(plan["variants"][name])])
+            lines = {
+                name: [*common, "--out", str(out), *shlex.split(plan["variants"][name])] for name, out in outs.items()
+            }
+            share_samples(name, lines, outs)
+            gpu_adapt.main([*lines[name], "--base", str(base)])
             (out / "done").touch()
         except Exception:  # one broken variant must not cost the others
             traceback.print_exc()
@@ -68,6 +81,25 @@ def main() -> None:
         write_result(arguments.study, plan["main"], arguments.output)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def share_samples(name: str, lines: dict[str, list[str]], outs: dict[str, Path]) -> None:
+    """Take the prompts and answers of another variant that learns from the same ones, if there is one."""
+    if (outs[name] / "adapter" / SAMPLES_NAME).exists():
+        return
+    wanted = _of_samples(lines[name])
+    for other, out in outs.items():
+        made = [out / "adapter" / file for file in (SAMPLES_NAME, MADE_NAME)]
+        if other != name and all(path.exists() for path in made) and _of_samples(lines[other]) == wanted:
+            (outs[name] / "adapter").mkdir(parents=True, exist_ok=True)
+            for path in made:
+                shutil.copy(path, outs[name] / "adapter")
+            print(f"  prompts of {other}", flush=True)
+            return
+
+
+def _of_samples(line: list[str]) -> dict[str, object]:
+    return {key: value for key, value in vars(gpu_adapt.parse(line)).items() if key in _OF_SAMPLES}
 
 
 def write_result(study: Path, main_name: str, output: Path) -> None:

@@ -70,6 +70,8 @@ def test_the_command_adapts(tmp_path):
     plain = [evaluation["plain"] for evaluation in (report["evaluations"][0], report["evaluations"][-1])]
     assert "on plain text of the documents {:.4f} -> {:.4f}".format(*plain) in result.output
     Engine(load_model(str(folder), adapter=str(tmp_path / "adapter"), progress=False))
+    wrong = CliRunner().invoke(app, [*arguments, "--num-questions", "5"])
+    assert "one for each of the 1 data sources, got 2" in " ".join(wrong.output.split())
     wrong = CliRunner().invoke(app, [*arguments, "--objective", "distil"])
     assert wrong.exit_code == 2
     wrong = CliRunner().invoke(app, [*arguments, "--teacher-documents", "some"])

@@ -25,6 +25,7 @@ from lazyattention.config import EngineConfig
 from lazyattention.engine.engine import Engine
 from lazyattention.errors import ConfigError
 from lazyattention.models.loaded_model import wrap_model
+from lazyattention.quality.datasets import build_dataset
 from lazyattention.quality.examples import parse_example
 from lazyattention.quality.output import hold_output
 
@@ -124,6 +125,34 @@ def test_samples_are_those_of_the_data_and_options_given(tmp_path, data):
         prepare_samples(Engine(load_tiny(), EngineConfig.of(documents_place="system")), request_of(tmp_path, data))
     with pytest.raises(ConfigError, match="differs in weights_id"):
         prepare_samples(Engine(load_tiny(seed=1)), request_of(tmp_path, data))
+
+
+def test_each_source_gives_so_many_prompts(tmp_path, data):
+    engine = Engine(load_tiny())
+    other = write(tmp_path / "other.jsonl", *({**line, "id": f"other {n}"} for n, line in enumerate(questions())))
+
+    def request(*num_questions):
+        return request_of(tmp_path, other, data, num_questions=num_questions)
+
+    check_data(request(5, 7))
+    found = [example.id.startswith("other") for example in sources.collect_examples(engine, request(5, 7))]
+    assert found == [True] * 5 + [False] * 7
+    for wrong in ((5,), (5, 7, 9)):
+        with pytest.raises(ConfigError, match=rf"one number, or one for each of the 2 data sources, got {len(wrong)}"):
+            check_data(request(*wrong))
+    made = prepare_samples(engine, request(5, 7))
+    assert prepare_samples(engine, request(5, 7)) == made
+    with pytest.raises(ConfigError, match="differs in num_questions"):
+        prepare_samples(engine, request(5, 6))
+
+
+@pytest.mark.parametrize("name", ["needle", "two_hop"])
+def test_what_is_learnt_is_not_what_quality_asks(tmp_path, name):
+    """Generated sets are made from a seed; the same one for learning and asking would measure what was learnt by heart."""
+    request = request_of(tmp_path, name, num_documents=(3, 3), num_questions=40)
+    learnt = sources.collect_examples(Engine(load_tiny()), request)
+    asked = build_dataset(name, num_documents=3, num_questions=40, seed=request.config.seed)
+    assert not {example.documents for example in learnt} & {example.documents for example in asked}
 
 
 def test_what_an_earlier_version_kept_is_named(tmp_path, data):

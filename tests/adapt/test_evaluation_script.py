@@ -4,6 +4,7 @@
 import gzip
 import importlib
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_a_plan_is_run_variant_by_variant_and_goes_on(script, tmp_path, monkeypa
         "common": "--train needle --train-questions 6 --train-documents 2 2 --rank 4 --max-tokens 3 --num-plain 2 "
         "--num-blocks 1200 --max-steps 2 --eval-steps 1 --tasks needle-2 --num-questions 3 --options after_preamble",
         "base": "",
-        "variants": {"first": "", "broken": "--train nowhere", "second": "--seed 1"},
+        "variants": {"first": "", "broken": "--train nowhere", "second": "--seed 1", "third": "--rank 2"},
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     study = importlib.import_module("study")
@@ -110,7 +111,7 @@ def test_a_plan_is_run_variant_by_variant_and_goes_on(script, tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", [*arguments, "--only", "fist"])
     with pytest.raises(SystemExit):
         study.main()
-    assert "no variants fist; there are first, broken, second" in capsys.readouterr().err
+    assert "no variants fist; there are first, broken, second, third" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*arguments, "--minutes", "0"])
     study.main()  # the base alone
     assert "no time left for first" in capsys.readouterr().out
@@ -119,7 +120,10 @@ def test_a_plan_is_run_variant_by_variant_and_goes_on(script, tmp_path, monkeypa
     with pytest.raises(SystemExit, match="failed: broken"):
         study.main()
     result = json.loads((tmp_path / "result.json").read_text())
-    assert set(result["variants"]) == {"first", "second"}
+    assert set(result["variants"]) == {"first", "second", "third"}
+    assert result["variants"]["third"]["config"]["rank"] == 2
+    # Only the third learns from what another one learns from.
+    assert re.findall("  prompts of .*|== .*", capsys.readouterr().out)[-2:] == ["== third", "  prompts of first"]
     assert result["variants"]["second"]["config"]["seed"] == 1
     assert set(result["retained_share"]) == {"needle-2"}
     # Again: only what failed.
@@ -185,9 +189,10 @@ def test_passages_of_training_questions_become_documents_as_they_were(script, tm
 
 def test_what_is_trained_is_what_the_arguments_say(script, tmp_path):
     line = (
-        "--distractors similar --teacher-documents all --plain-share 0.5 --train-questions 100 --train-documents 5 20"
+        "--train passages needle --distractors similar --teacher-documents all --plain-share 0.5 --train-questions 80 20 "
+        "--train-documents 5 20"
     )
     request = script.adapt_request(script.parse(shlex.split(f"--model m --data-folder d --out o {line}")), tmp_path)
     config = request.config
-    assert (request.distractors, request.num_questions, request.num_documents) == ("similar", 100, (5, 20))
+    assert (request.distractors, request.num_questions, request.num_documents) == ("similar", (80, 20), (5, 20))
     assert (config.teacher_documents, config.plain_share, config.held_out) == ("all", 0.5, 25)

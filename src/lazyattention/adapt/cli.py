@@ -34,7 +34,12 @@ def adapt_command(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    num_questions: Annotated[int, typer.Option(min=4, help="Prompts to learn from, per source, at most.")] = 1000,
+    num_questions: Annotated[
+        list[int],
+        typer.Option(
+            min=4, help="Prompts to learn from, per --data, at most: one number, or repeated, one for each in order."
+        ),
+    ] = [1000],  # noqa: B006 - read only
     num_documents: Annotated[
         str, typer.Option(help="Documents per prompt: a number, or a range such as 2-10.")
     ] = "5-10",
@@ -72,7 +77,7 @@ def adapt_command(
         typer.Option(
             min=0.0, max=1.0, help="Plain text of the documents, rows per prompt, to keep ordinary use as it is."
         ),
-    ] = 0.2,
+    ] = 0.3,
     max_steps: Annotated[int, typer.Option(min=1, help="Steps at most.")] = 300,
     max_minutes: Annotated[float | None, typer.Option(help="Minutes of training at most.")] = None,
     eval_steps: Annotated[int, typer.Option(min=1, help="Steps between held-out measurements (checkpoints).")] = 25,
@@ -129,7 +134,7 @@ def adapt_command(
     request = AdaptRequest(
         data=tuple(data),
         output=output,
-        num_questions=num_questions,
+        num_questions=num_questions[0] if len(num_questions) == 1 else tuple(num_questions),
         num_documents=read_range(num_documents),
         distractors=distractors,
         system=SHORT_ANSWERS if system is None else system,

@@ -47,7 +47,7 @@ class AdaptConfig:
     micro_batch_tokens: int = 16384
     question_weight: float = 0.1
     full_share: float = 0.2
-    plain_share: float = 0.2
+    plain_share: float = 0.3
     max_steps: int = 300
     max_minutes: float | None = None
     warmup_steps: int = 8

@@ -15,7 +15,7 @@ class AdaptRequest:
     Attributes:
         data: Built-in sets ("nq-train:PATH"), JSONL with questions and documents, or files and folders of documents.
         output: Folder of the adapter and of all that is needed to go on.
-        num_questions: At most so many per source.
+        num_questions: At most so many per source: one number for all, or one for each of `data`, in order.
         num_documents: Documents per question: the range (low, high) to draw from; built-in sets take turns within it.
         distractors: Of questions that the model writes: which documents stand beside the one it is about, "random" or
             "similar" (see `write_questions`).
@@ -27,10 +27,16 @@ class AdaptRequest:
 
     data: tuple[str, ...]
     output: Path
-    num_questions: int = 1000
+    num_questions: int | tuple[int, ...] = 1000
     num_documents: tuple[int, int] = (5, 10)
     distractors: str = "random"
     system: str = SHORT_ANSWERS
     max_tokens: int = 32
     config: AdaptConfig = field(default_factory=AdaptConfig)
     progress: bool = True
+
+    def num_questions_of(self, source: str) -> int:
+        """Return how many prompts an entry of `data` gives at most."""
+        if isinstance(self.num_questions, int):
+            return self.num_questions
+        return self.num_questions[self.data.index(source)]

@@ -20,6 +20,8 @@ from lazyattention.utils.hashing import digest_fields
 
 # Options of what the teacher gives.
 _OF_THE_TEACHER = ("teacher_documents", "question_weight", "plain_share")
+# Generated sets make other questions here than `quality` asks with the same seed: what was learnt must not be asked.
+_TRAINING_SEEDS = 1_000_000
 MIN_PROMPTS = 4
 """So many prompts can be split into some to train on and some held out."""
 
@@ -32,6 +34,11 @@ def check_data(request: AdaptRequest) -> None:
     """
     if not request.data:
         raise ConfigError("no data was given; name a folder of documents, a JSONL file or a built-in set")
+    if not isinstance(request.num_questions, int) and len(request.num_questions) != len(request.data):
+        raise ConfigError(
+            f"num_questions must be one number, or one for each of the {len(request.data)} data sources, got "
+            f"{len(request.num_questions)}"
+        )
     low, high = request.num_documents
     if not 1 <= low <= high:
         raise ConfigError(f"num_documents must be a range of at least 1, got {low} to {high}")
@@ -97,19 +104,20 @@ def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExamp
     """
     found: list[QualityExample] = []
     for source in request.data:
+        num_questions = request.num_questions_of(source)
         if is_builtin(source):
             found += _from_builtin(source, request)
             continue
         path = Path(source).expanduser()
         if is_jsonl(source):
-            found += read_examples(path)[: request.num_questions]
+            found += read_examples(path)[:num_questions]
             continue
         passages = passages_of(read_all((path,)), engine)
-        with progress_bar("writing questions", request.num_questions, is_enabled=request.progress) as advance:
+        with progress_bar("writing questions", num_questions, is_enabled=request.progress) as advance:
             found += write_questions(
                 engine,
                 passages,
-                num_questions=request.num_questions,
+                num_questions=num_questions,
                 num_documents=request.num_documents,
                 distractors=request.distractors,
                 seed=request.config.seed,
@@ -128,7 +136,12 @@ def _from_builtin(source: str, request: AdaptRequest) -> list[QualityExample]:
     low, high = request.num_documents
     counts = list(range(low, high + 1))
     sets = [
-        build_dataset(source, num_documents=n, num_questions=request.num_questions, seed=request.config.seed)
+        build_dataset(
+            source,
+            num_documents=n,
+            num_questions=request.num_questions_of(source),
+            seed=_TRAINING_SEEDS + request.config.seed,
+        )
         for n in counts
     ]
     return [sets[index % len(sets)][index] for index in range(len(sets[0]))]
