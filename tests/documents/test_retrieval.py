@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retrieval finds the document a question is about, and always gives top_k documents if there are as many."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -61,6 +66,24 @@ def test_one_document_among_empty_ones():
 def test_hundreds_of_documents_are_ranked():
     documents = [Document(f"common words and token{i}", id=str(i)) for i in range(500)]
     assert BM25Retriever(documents).retrieve("which one has token377", 1)[0].document.id == "377"
+
+
+def test_retrieval_leaves_jax_alone(tmp_path):
+    """JAX would take most of a GPU's memory at the first use, which bm25s makes of it when it is imported."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("print('jax is used')")
+    (tmp_path / "jax" / "lax.py").write_text("def top_k(*given): print('jax took memory')")
+    code = """
+from lazyattention.documents.document import Document
+from lazyattention.documents.retrieval import BM25Retriever
+print(BM25Retriever([Document("the cape"), Document("a lamp")]).retrieve("lamp", 1)[0].document.text)
+import jax.lax
+"""
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2] / "src")])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split("\n") == ["a lamp", "jax is used", ""]
 
 
 def test_embedding_retriever_ranks_by_cosine_not_by_length():

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the documents that a question is about, when a folder holds more than a prompt can."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
 from lazyattention.documents.document import Document
 from lazyattention.errors import RequestError
+
+_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,11 @@ class BM25Retriever:
 
     def __init__(self, documents: Sequence[Document]) -> None:
         """Index title and text of each document."""
-        import bm25s  # takes a third of a second to import; only retrieval needs it
-
-        self._bm25s: Any = bm25s
+        self._bm25s: Any = _import_bm25s()
         self._documents = list(documents)
         tokens = self._tokenize([f"{document.title or ''}\n{document.text}" for document in self._documents])
         self._has_words = any(tokens)
-        self._index: Any = bm25s.BM25()
+        self._index: Any = self._bm25s.BM25()
         if self._has_words:
             self._index.index(tokens, show_progress=False)
 
@@ -64,6 +66,26 @@ class BM25Retriever:
             texts, stopwords="en", token_pattern=r"(?u)\b\w+\b", return_ids=False, show_progress=False
         )
         return tokens
+
+
+def _import_bm25s() -> ModuleType:
+    """Import late, which takes a third of a second, and without JAX.
+
+    Where JAX is installed, bm25s has it select something as it is imported, and JAX then takes three quarters of the GPU's
+    memory for itself. Scores are selected here (`_best`), so JAX is never needed.
+    """
+    if "bm25s" not in sys.modules:
+        modules: dict[str, Any] = sys.modules  # None = cannot be imported
+        known = modules.get("jax", _ABSENT)
+        modules["jax"] = None
+        try:
+            import bm25s  # noqa: F401
+        finally:
+            if known is _ABSENT:
+                del modules["jax"]
+            else:
+                modules["jax"] = known
+    return sys.modules["bm25s"]
 
 
 class EmbeddingRetriever:
