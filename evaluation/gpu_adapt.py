@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 from tasks import TASKS
 
 from lazyattention.adapt.config import TEACHER_DOCUMENTS, AdaptConfig
-from lazyattention.adapt.workflow import AdaptRequest, run_adapt
+from lazyattention.adapt.request import DEFAULT_DISTRACTORS, AdaptRequest
+from lazyattention.adapt.workflow import run_adapt
 from lazyattention.config import ChunkOptions, EngineConfig
 from lazyattention.engine.calibration import find_calibration, remember_calibration
 from lazyattention.engine.engine import Engine
@@ -138,7 +139,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--train-questions", type=int, nargs="+", default=[1200], help="of each; or one number per set")
     parser.add_argument("--train-documents", type=int, nargs=2, default=(10, 10))
-    parser.add_argument("--distractors", choices=DISTRACTORS, default="random", help="of questions the model writes")
+    parser.add_argument(
+        "--distractors", choices=DISTRACTORS, default=DEFAULT_DISTRACTORS, help="of questions the model writes"
+    )
     parser.add_argument(
         "--calibration-questions", type=int, default=24, help="of the training set, per calibrated option"
     )

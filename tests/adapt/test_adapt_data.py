@@ -67,7 +67,7 @@ def test_wrong_data_is_named_before_a_model_is_there(tmp_path, data):
         ((data, data), {}, "given twice"),
         ((data,), {"num_documents": (3, 2)}, "num_documents must be a range"),
         ((data,), {"distractors": "hard"}, "distractors must be 'random' or 'similar', got 'hard'"),
-        ((data, "needle"), {"distractors": "similar"}, "similar.* has no effect on questions that are given"),
+        ((data, "needle"), {"distractors": "random"}, "random.* has no effect on questions that are given"),
         ((data,), {"config": labels(teacher_documents="all")}, "teacher_documents has no effect .* 'labels'"),
         (
             (data,),
@@ -80,7 +80,7 @@ def test_wrong_data_is_named_before_a_model_is_there(tmp_path, data):
         with pytest.raises(ConfigError, match=message):
             check_data(request_of(tmp_path, *given, **more))
     check_data(request_of(tmp_path, data, tmp_path, "needle"))
-    check_data(request_of(tmp_path, data, tmp_path, distractors="similar", config=labels()))
+    check_data(request_of(tmp_path, data, tmp_path, distractors="random", config=labels()))
 
 
 def test_the_command_names_them_before_it_loads_a_model(tmp_path, data):
@@ -94,8 +94,8 @@ def test_the_command_names_them_before_it_loads_a_model(tmp_path, data):
     (tmp_path / "notes" / "a.txt").write_text("the cape is north")
     model = save_tiny(tmp_path / "model", tiny_model(num_hidden_layers=2))
     notes = ["--model", model, "--data", tmp_path / "notes", "--output", tmp_path / "own", "--num-questions", 4]
-    assert "usable question" in run(*notes, "--distractors", "similar")  # of a random model
-    assert json.loads((tmp_path / "own" / "samples_made.json").read_text())["distractors"] == "similar"
+    assert "usable question" in run(*notes, "--distractors", "random")  # of a random model
+    assert json.loads((tmp_path / "own" / "samples_made.json").read_text())["distractors"] == "random"
     assert "given twice" in run("--data", data, "--data", data, "--output", tmp_path / "out")
     ignored = run("--data", data, "--output", tmp_path / "out", "--max-loss", "1", "--no-compile")
     assert "--max-loss, --compile has no effect here" in ignored
@@ -199,20 +199,20 @@ def test_the_documents_of_a_folder_are_what_counts(tmp_path, monkeypatch):
     asked = []
 
     def write_questions(engine, passages, **more):
-        assert more["distractors"] == "similar"
+        assert more["distractors"] == "random"
         asked.append([passage.text for passage in passages])
         return [parse_example(line, "", str(n)) for n, line in enumerate(questions())]
 
     monkeypatch.setattr(sources, "write_questions", write_questions)
-    run_adapt(load_tiny(), request_of(tmp_path, notes, distractors="similar"))
+    run_adapt(load_tiny(), request_of(tmp_path, notes, distractors="random"))
     moved = notes.rename(tmp_path / "moved")
-    run_adapt(load_tiny(), request_of(tmp_path, moved, distractors="similar"))
+    run_adapt(load_tiny(), request_of(tmp_path, moved, distractors="random"))
     with pytest.raises(ConfigError, match="differs in distractors"):
         run_adapt(load_tiny(), request_of(tmp_path, moved))
     assert asked == [["the cape is north"]]
     (moved / "b.txt").write_text("more")
     with pytest.raises(ConfigError, match="differs in data"):
-        run_adapt(load_tiny(), request_of(tmp_path, moved, distractors="similar"))
+        run_adapt(load_tiny(), request_of(tmp_path, moved, distractors="random"))
 
 
 def test_a_killed_command_goes_on_where_it_was(tmp_path, data):

@@ -46,10 +46,10 @@ def adapt_command(
     distractors: Annotated[
         str,
         typer.Option(
-            help="Of questions the model writes, which documents stand beside the right one: random; or similar = in part those "
-            "that share most words with the question (not measured yet)."
+            help="Of questions the model writes, which documents stand beside the right one: similar = in part those that share "
+            "most words with the question, as a retriever brings them; or random."
         ),
-    ] = "random",
+    ] = "similar",
     objective: Annotated[
         str,
         typer.Option(help="distill = the model's own full-attention answers, no labels; labels = gold answers."),

@@ -7,6 +7,8 @@ from pathlib import Path
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.quality.measure import SHORT_ANSWERS
 
+DEFAULT_DISTRACTORS = "similar"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptRequest:
@@ -29,7 +31,7 @@ class AdaptRequest:
     output: Path
     num_questions: int | tuple[int, ...] = 1000
     num_documents: tuple[int, int] = (5, 10)
-    distractors: str = "random"
+    distractors: str = DEFAULT_DISTRACTORS
     system: str = SHORT_ANSWERS
     max_tokens: int = 32
     config: AdaptConfig = field(default_factory=AdaptConfig)

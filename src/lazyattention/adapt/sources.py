@@ -7,7 +7,7 @@ from typing import Any
 
 from lazyattention.adapt.config import AdaptConfig
 from lazyattention.adapt.objectives import OBJECTIVES
-from lazyattention.adapt.request import AdaptRequest
+from lazyattention.adapt.request import DEFAULT_DISTRACTORS, AdaptRequest
 from lazyattention.documents.readers import read_documents
 from lazyattention.engine.engine import Engine
 from lazyattention.errors import ConfigError
@@ -51,7 +51,9 @@ def check_data(request: AdaptRequest) -> None:
         check_source(source, "a file or folder of documents, JSONL with questions, or nq-train:PATH, needle, two_hop")
         if is_jsonl(source):
             read_examples(Path(source).expanduser())
-    if request.distractors != "random" and all(is_builtin(source) or is_jsonl(source) for source in request.data):
+    if request.distractors != DEFAULT_DISTRACTORS and all(
+        is_builtin(source) or is_jsonl(source) for source in request.data
+    ):
         raise ConfigError(
             f"distractors={request.distractors!r} has no effect on questions that are given with their documents; leave it "
             "out, or give documents for the model to ask about"
