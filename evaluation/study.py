@@ -48,11 +48,12 @@ def main() -> None:
     unknown = sorted(set(names) - set(plan["variants"]))
     if unknown:
         parser.error(f"--only: no variants {', '.join(unknown)}; there are {', '.join(plan['variants'])}")
-    outs = {name: arguments.study / name for name in plan["variants"]}
     ends_s = time.perf_counter() + 60 * arguments.minutes
     base = arguments.study / "base"
     common = ["--model", arguments.model, "--name", plan["name"], "--data-folder", str(arguments.data_folder)]
     common += shlex.split(plan["common"])
+    outs = {name: arguments.study / name for name in plan["variants"]}
+    lines = {name: [*common, "--out", str(outs[name]), *shlex.split(more)] for name, more in plan["variants"].items()}
     if not (base / "done").exists():
         gpu_adapt.main([*common, "--out", str(base), "--stage", "unadapted", *shlex.split(plan["base"])])
         (base / "done").touch()
@@ -66,9 +67,6 @@ def main() -> None:
             break
         print(f"== {name}", flush=True)
         try:
-            lines = {
-                name: [*common, "--out", str(out), *shlex.split(plan["variants"][name])] for name, out in outs.items()
-            }
             share_samples(name, lines, outs)
             gpu_adapt.main([*lines[name], "--base", str(base)])
             (out / "done").touch()
