@@ -272,17 +272,24 @@ class Schedules(RuleBasedStateMachine):
             assert self.engine.cache.pool.num_free == before
             return
         self.live[request_id] = (layout, method, params, options, scope)
+        found_as_text = set()
         if recompute not in (None, "none"):
-            # What it computes anew of a shared document is text of its own scope.
+            # What it computes anew of a shared document is text of its own scope, where the same text may lie already.
             for span in (span for span in layout.spans if span.scope is not None):
-                self.gone.discard((scope, span.document_id))
-                self.first_since.pop((scope, span.document_id), None)
+                own = (scope, span.document_id)
+                if own not in self.gone:
+                    found_as_text.add((span.scope, span.document_id))
+                self.gone.discard(own)
+                self.first_since.pop(own, None)
         for key in documents_of(layout, scope):
-            if key in self.gone:
-                self.gone.discard(key)
+            if key in self.gone and key not in found_as_text:
                 self.first_since[key] = request_id
             else:
                 self.first_since.pop(key, None)
+            self.gone.discard(key)
+            # One that waits to compute a shared document of this name anew may find this text.
+            if key[0] != "shared":
+                self.first_since.pop(("shared", key[1]), None)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), max_tokens=st.integers(1, 20), scope=st.sampled_from(SCOPES))
