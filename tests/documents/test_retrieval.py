@@ -86,6 +86,23 @@ import jax.lax
     assert ran.stdout.split("\n") == ["a lamp", "jax is used", ""]
 
 
+def test_retrievers_may_be_made_at_once():
+    """The first ones import bm25s; nobody sees it half imported."""
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from lazyattention.documents.document import Document
+from lazyattention.documents.retrieval import BM25Retriever
+with ThreadPoolExecutor(8) as pool:
+    made = list(pool.map(lambda _: BM25Retriever([Document("the cape"), Document("a lamp")]), range(8)))
+print({one.retrieve("lamp", 1)[0].document.text for one in made})
+"""
+    path = str(Path(__file__).parents[2] / "src")
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert ran.stdout == "{'a lamp'}\n", ran.stderr
+
+
 def test_embedding_retriever_ranks_by_cosine_not_by_length():
     documents = [Document("abc" * 50), Document("xyz"), Document("xyzabc")]
     retrieved = EmbeddingRetriever(documents, letters).retrieve("zyx", 3)

@@ -2,6 +2,7 @@
 """Choose the documents that a question is about, when a folder holds more than a prompt can."""
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,7 +13,7 @@ import numpy as np
 from lazyattention.documents.document import Document
 from lazyattention.errors import RequestError
 
-_ABSENT = object()
+_IMPORTING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,20 @@ def _import_bm25s() -> ModuleType:
     Where JAX is installed, bm25s has it select something as it is imported, and JAX then takes three quarters of the GPU's
     memory for itself. Scores are selected here (`_best`), so JAX is never needed.
     """
-    if "bm25s" not in sys.modules:
-        modules: dict[str, Any] = sys.modules  # None = cannot be imported
-        known = modules.get("jax", _ABSENT)
-        modules["jax"] = None
-        try:
-            import bm25s  # noqa: F401
-        finally:
-            if known is _ABSENT:
+    with _IMPORTING:
+        if "bm25s" not in sys.modules:
+            modules: dict[str, Any] = sys.modules  # None = cannot be imported
+            known = {"jax": modules["jax"]} if "jax" in modules else {}
+            modules["jax"] = None
+            try:
+                import bm25s
+            finally:
                 del modules["jax"]
-            else:
-                modules["jax"] = known
-    return sys.modules["bm25s"]
+                modules.update(known)
+        import bm25s
+
+        found: ModuleType = bm25s
+        return found
 
 
 class EmbeddingRetriever:
