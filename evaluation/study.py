@@ -52,14 +52,13 @@ def main() -> None:
     base = arguments.study / "base"
     common = ["--model", arguments.model, "--name", plan["name"], "--data-folder", str(arguments.data_folder)]
     common += shlex.split(plan["common"])
-    outs = {name: arguments.study / name for name in plan["variants"]}
-    lines = {name: [*common, "--out", str(outs[name]), *shlex.split(more)] for name, more in plan["variants"].items()}
+    lines = {name: [*common, *shlex.split(more)] for name, more in plan["variants"].items()}
     if not (base / "done").exists():
         gpu_adapt.main([*common, "--out", str(base), "--stage", "unadapted", *shlex.split(plan["base"])])
         (base / "done").touch()
     failed = []
     for name in names:
-        out = outs[name]
+        out = arguments.study / name
         if (out / "done").exists():
             continue
         if time.perf_counter() >= ends_s:
@@ -67,8 +66,8 @@ def main() -> None:
             break
         print(f"== {name}", flush=True)
         try:
-            share_samples(name, lines, outs)
-            gpu_adapt.main([*lines[name], "--base", str(base)])
+            share_samples(arguments.study, name, lines)
+            gpu_adapt.main([*lines[name], "--out", str(out), "--base", str(base)])
             (out / "done").touch()
         except Exception:  # one broken variant must not cost the others
             traceback.print_exc()
@@ -81,23 +80,25 @@ def main() -> None:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def share_samples(name: str, lines: dict[str, list[str]], outs: dict[str, Path]) -> None:
+def share_samples(study: Path, name: str, lines: dict[str, list[str]]) -> None:
     """Take the prompts and answers of another variant that learns from the same ones, if there is one."""
-    if (outs[name] / "adapter" / SAMPLES_NAME).exists():
+    adapter = study / name / "adapter"
+    if (adapter / SAMPLES_NAME).exists():
         return
     wanted = _of_samples(lines[name])
-    for other, out in outs.items():
-        made = [out / "adapter" / file for file in (SAMPLES_NAME, MADE_NAME)]
-        if other != name and all(path.exists() for path in made) and _of_samples(lines[other]) == wanted:
-            (outs[name] / "adapter").mkdir(parents=True, exist_ok=True)
+    for other, line in lines.items():
+        made = [study / other / "adapter" / file for file in (SAMPLES_NAME, MADE_NAME)]
+        if all(path.exists() for path in made) and _of_samples(line) == wanted:
+            adapter.mkdir(parents=True, exist_ok=True)
             for path in made:
-                shutil.copy(path, outs[name] / "adapter")
+                shutil.copy(path, adapter)
             print(f"  prompts of {other}", flush=True)
             return
 
 
 def _of_samples(line: list[str]) -> dict[str, object]:
-    return {key: value for key, value in vars(gpu_adapt.parse(line)).items() if key in _OF_SAMPLES}
+    arguments = vars(gpu_adapt.parse([*line, "--out", "."]))
+    return {key: arguments[key] for key in _OF_SAMPLES}
 
 
 def write_result(study: Path, main_name: str, output: Path) -> None:

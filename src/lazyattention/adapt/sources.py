@@ -108,7 +108,7 @@ def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExamp
     for source in request.data:
         num_questions = request.num_questions_of(source)
         if is_builtin(source):
-            found += _from_builtin(source, request)
+            found += _from_builtin(source, num_questions, request)
             continue
         path = Path(source).expanduser()
         if is_jsonl(source):
@@ -133,17 +133,12 @@ def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExamp
     return found
 
 
-def _from_builtin(source: str, request: AdaptRequest) -> list[QualityExample]:
+def _from_builtin(source: str, num_questions: int, request: AdaptRequest) -> list[QualityExample]:
     """Take each question once, with each number of documents of the range in turn."""
     low, high = request.num_documents
     counts = list(range(low, high + 1))
     sets = [
-        build_dataset(
-            source,
-            num_documents=n,
-            num_questions=request.num_questions_of(source),
-            seed=_TRAINING_SEEDS + request.config.seed,
-        )
+        build_dataset(source, num_documents=n, num_questions=num_questions, seed=_TRAINING_SEEDS + request.config.seed)
         for n in counts
     ]
     return [sets[index % len(sets)][index] for index in range(len(sets[0]))]
