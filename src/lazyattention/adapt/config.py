@@ -17,6 +17,8 @@ class AdaptConfig:
         objective: "distill" (the model's own full-attention answers, no labels) or "labels" (gold answers).
         teacher_documents: What the teacher reads: "gold" (of each prompt, only the documents that the question is about,
             where they are known; of questions that the model wrote itself they are) or "all" (distill only).
+        full_teacher_documents: The same for the prompts that are trained with full attention ("all": the adapter is to leave
+            full attention as it is).
         chunk: How documents are encoded, placed and looked at; the engine's options, for which the adapter is made.
         rank: Of the LoRA matrices.
         alpha: LoRA's scale is alpha / rank.
@@ -39,6 +41,7 @@ class AdaptConfig:
 
     objective: str = "distill"
     teacher_documents: str = "gold"
+    full_teacher_documents: str = "gold"
     chunk: ChunkOptions = field(default_factory=ChunkOptions)
     rank: int = 32
     alpha: int = 64
@@ -71,10 +74,11 @@ class AdaptConfig:
                 "an adapter is trained with the model's own attention scores; leave chunk_temperature, chunk_bias and "
                 "calibrated out (they can be calibrated for the adapted model afterwards)"
             )
-        if self.teacher_documents not in TEACHER_DOCUMENTS:
-            raise ConfigError(
-                f"teacher_documents must be {' or '.join(map(repr, TEACHER_DOCUMENTS))}, got {self.teacher_documents!r}"
-            )
+        for name in ("teacher_documents", "full_teacher_documents"):
+            if getattr(self, name) not in TEACHER_DOCUMENTS:
+                raise ConfigError(
+                    f"{name} must be {' or '.join(map(repr, TEACHER_DOCUMENTS))}, got {getattr(self, name)!r}"
+                )
         for name in ("full_share", "plain_share"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")

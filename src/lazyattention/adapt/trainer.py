@@ -228,7 +228,9 @@ class Trainer:
     def _row(self, sample: Sample, method: str) -> TrainingRow:
         # Full attention is that of ordinary prompts, whatever the options.
         chunking = self._chunking if method == STUDENT_METHOD else None
-        return TrainingRow.of(sample.layout, sample.answer, method, chunking, teacher_layout=sample.teacher_layout)
+        reads_all = method == FULL_METHOD and self.config.full_teacher_documents == "all"
+        taught = sample.layout if reads_all else sample.teacher_layout
+        return TrainingRow.of(sample.layout, sample.answer, method, chunking, teacher_layout=taught)
 
     # Measuring, stopping, resuming -----------------------------------------------------------------------------------
 
