@@ -2,7 +2,7 @@
 """Every figure the project wants to reach beside what was measured, as one table.
 
     python benchmarks/targets.py                                        # of the results kept in benchmarks/results
-    COMMIT=... PYTHONPATH=src python3 benchmarks/targets.py --run --out OUT    # anew on one GPU, about 15 minutes
+    COMMIT=... PYTHONPATH=src python3 benchmarks/targets.py --run --out OUT    # anew on one GPU, 5 minutes
 
 Nothing is measured here: scripts of this folder write JSON, and this reads it. A run that was cut short goes on with the
 first script of which OUT lacks a figure. The two rows of a CPU are what `make bench` and the CPU tests' machine gave.
