@@ -152,9 +152,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=defaults.rank)
     parser.add_argument("--objective", default=defaults.objective)
     parser.add_argument("--teacher-documents", choices=TEACHER_DOCUMENTS, default=defaults.teacher_documents)
-    parser.add_argument(
-        "--full-teacher-documents", choices=TEACHER_DOCUMENTS, default=defaults.full_teacher_documents
-    )
+    parser.add_argument("--keep-full", action="store_true")
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations: faster, more memory")
     parser.add_argument("--train-option", default="after_preamble", help="reuse option that is trained; composed: a+b")
@@ -319,7 +317,7 @@ def adapt_request(arguments: argparse.Namespace, output: Path) -> AdaptRequest:
         config=AdaptConfig(
             objective=arguments.objective,
             teacher_documents=arguments.teacher_documents,
-            full_teacher_documents=arguments.full_teacher_documents,
+            keep_full=arguments.keep_full,
             chunk=reuse_option(arguments.train_option).chunk_options(ChunkOptions()),
             rank=arguments.rank,
             alpha=2 * arguments.rank,

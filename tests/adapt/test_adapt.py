@@ -200,12 +200,12 @@ def test_the_teacher_reads_what_the_question_is_about(tmp_path):
         pairs = zip(taught, student, strict=True)
         return sum(float((t.logprobs.exp() * (t.logprobs - s.logprobs)).sum(1).mean()) for t, s in pairs) / len(samples)
 
-    trainer = trainer_of(tmp_path, replace(SMALL, full_teacher_documents="gold"))
+    trainer = trainer_of(tmp_path)
     trainer.held_out = samples
     for method in ("rotate_query", "full_recompute"):
         assert trainer.held_out_loss(method) == pytest.approx(kl(layouts, method), rel=1e-3)
         assert trainer.held_out_loss(method) != pytest.approx(kl(wholes, method), rel=1e-2)
-    keeping = trainer_of(tmp_path, replace(SMALL, full_teacher_documents="all"))
+    keeping = trainer_of(tmp_path, replace(SMALL, keep_full=True))
     keeping.held_out = samples
     assert keeping.held_out_loss("rotate_query") == pytest.approx(kl(layouts, "rotate_query"), rel=1e-3)
     assert keeping.held_out_loss("full_recompute") == pytest.approx(0, abs=1e-6)  # nothing was learnt yet

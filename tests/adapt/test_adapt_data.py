@@ -69,6 +69,7 @@ def test_wrong_data_is_named_before_a_model_is_there(tmp_path, data):
         ((data,), {"distractors": "hard"}, "distractors must be 'random' or 'similar', got 'hard'"),
         ((data, "needle"), {"distractors": "random"}, "random.* has no effect on questions that are given"),
         ((data,), {"config": labels(teacher_documents="all")}, "teacher_documents has no effect .* 'labels'"),
+        ((data,), {"config": labels(keep_full=True)}, "keep_full has no effect .* 'labels'"),
         (
             (data,),
             {"config": labels(plain_share=0.0, question_weight=0.0)},

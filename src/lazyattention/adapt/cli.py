@@ -72,6 +72,13 @@ def adapt_command(
     full_share: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of prompts trained with full attention, to serve there, too.")
     ] = 0.2,
+    keep_full: Annotated[
+        bool,
+        typer.Option(
+            "--keep-full",
+            help="Let the teacher read all documents of these, so that full attention answers as it did without the adapter.",
+        ),
+    ] = False,
     plain_share: Annotated[
         float,
         typer.Option(
@@ -115,6 +122,7 @@ def adapt_command(
     config = AdaptConfig(
         objective=objective,
         teacher_documents=teacher_documents,
+        keep_full=keep_full,
         chunk=engine_config.chunk,
         rank=rank,
         alpha=2 * rank,

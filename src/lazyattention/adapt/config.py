@@ -17,8 +17,6 @@ class AdaptConfig:
         objective: "distill" (the model's own full-attention answers, no labels) or "labels" (gold answers).
         teacher_documents: What the teacher reads: "gold" (of each prompt, only the documents that the question is about,
             where they are known; of questions that the model wrote itself they are) or "all" (distill only).
-        full_teacher_documents: The same for the prompts that are trained with full attention ("all": the adapter is to leave
-            full attention as it is).
         chunk: How documents are encoded, placed and looked at; the engine's options, for which the adapter is made.
         rank: Of the LoRA matrices.
         alpha: LoRA's scale is alpha / rank.
@@ -27,6 +25,8 @@ class AdaptConfig:
         micro_batch_tokens: Tokens per forward pass at most; bounds memory. One prompt always goes.
         question_weight: Weight of the question's tokens beside the answer's (distill only).
         full_share: Share of prompts that are trained with full attention, so that the adapter serves there, too.
+        keep_full: Let the teacher read all documents of these prompts, whatever `teacher_documents` says: full attention is to
+            answer as it did without the adapter (distill only).
         plain_share: Rows of plain text from the documents, per prompt: the model is to go on with them as it did without the
             adapter, so that ordinary use stays as it is (distill only).
         max_steps: Optimizer steps at most.
@@ -41,7 +41,6 @@ class AdaptConfig:
 
     objective: str = "distill"
     teacher_documents: str = "gold"
-    full_teacher_documents: str = "gold"
     chunk: ChunkOptions = field(default_factory=ChunkOptions)
     rank: int = 32
     alpha: int = 64
@@ -50,6 +49,7 @@ class AdaptConfig:
     micro_batch_tokens: int = 16384
     question_weight: float = 0.1
     full_share: float = 0.2
+    keep_full: bool = False
     plain_share: float = 0.3
     max_steps: int = 300
     max_minutes: float | None = None
@@ -74,11 +74,12 @@ class AdaptConfig:
                 "an adapter is trained with the model's own attention scores; leave chunk_temperature, chunk_bias and "
                 "calibrated out (they can be calibrated for the adapted model afterwards)"
             )
-        for name in ("teacher_documents", "full_teacher_documents"):
-            if getattr(self, name) not in TEACHER_DOCUMENTS:
-                raise ConfigError(
-                    f"{name} must be {' or '.join(map(repr, TEACHER_DOCUMENTS))}, got {getattr(self, name)!r}"
-                )
+        if self.teacher_documents not in TEACHER_DOCUMENTS:
+            raise ConfigError(
+                f"teacher_documents must be {' or '.join(map(repr, TEACHER_DOCUMENTS))}, got {self.teacher_documents!r}"
+            )
+        if self.keep_full and not self.full_share:
+            raise ConfigError("keep_full has no effect while full_share is 0; give a share, or leave it out")
         for name in ("full_share", "plain_share"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")

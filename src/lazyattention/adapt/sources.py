@@ -19,7 +19,7 @@ from lazyattention.quality.sources import check_source, is_jsonl, read_all
 from lazyattention.utils.hashing import digest_fields
 
 # Options of what the teacher gives.
-_OF_THE_TEACHER = ("teacher_documents", "full_teacher_documents", "question_weight", "plain_share")
+_OF_THE_TEACHER = ("teacher_documents", "keep_full", "question_weight", "plain_share")
 # Generated sets make other questions here than `quality` asks with the same seed: what was learnt must not be asked.
 _TRAINING_SEEDS = 1_000_000
 MIN_PROMPTS = 4

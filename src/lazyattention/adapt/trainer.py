@@ -228,8 +228,7 @@ class Trainer:
     def _row(self, sample: Sample, method: str) -> TrainingRow:
         # Full attention is that of ordinary prompts, whatever the options.
         chunking = self._chunking if method == STUDENT_METHOD else None
-        reads_all = method == FULL_METHOD and self.config.full_teacher_documents == "all"
-        taught = sample.layout if reads_all else sample.teacher_layout
+        taught = sample.layout if method == FULL_METHOD and self.config.keep_full else sample.teacher_layout
         return TrainingRow.of(sample.layout, sample.answer, method, chunking, teacher_layout=taught)
 
     # Measuring, stopping, resuming -----------------------------------------------------------------------------------
