@@ -27,6 +27,7 @@ from lazyattention.models.loader import load_model
         ({"plain_share": 1.5}, "plain_share"),
         ({"teacher_documents": "some"}, "teacher_documents must be 'gold' or 'all', got 'some'"),
         ({"keep_full": True, "full_share": 0.0}, "keep_full has no effect while full_share is 0"),
+        ({"keep_full": True, "teacher_documents": "all"}, "keep_full has no effect where the teacher always reads all"),
         ({"max_minutes": 0}, "max_minutes"),
         ({"rank": -1}, "rank"),
         ({"chunk": ChunkOptions(chunk_bias=1.0)}, "chunk_temperature, chunk_bias"),
@@ -61,14 +62,14 @@ def test_the_command_adapts(tmp_path):
         "--rank",
         "4",
     ]
-    arguments += ["--gradient-checkpointing", "--teacher-documents", "all", "--plain-share", "0.75", "--keep-full"]
+    arguments += ["--gradient-checkpointing", "--teacher-documents", "gold", "--plain-share", "0.75", "--keep-full"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "held-out loss under the chunk mask" in result.output
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     report = json.loads((tmp_path / "adapter" / "adapt.json").read_text())
     config = report["config"]
-    assert (config["teacher_documents"], config["plain_share"], config["keep_full"]) == ("all", 0.75, True)
+    assert (config["teacher_documents"], config["plain_share"], config["keep_full"]) == ("gold", 0.75, True)
     plain = [evaluation["plain"] for evaluation in (report["evaluations"][0], report["evaluations"][-1])]
     assert "on plain text of the documents {:.4f} -> {:.4f}".format(*plain) in result.output
     Engine(load_model(str(folder), adapter=str(tmp_path / "adapter"), progress=False))

@@ -190,9 +190,11 @@ def test_passages_of_training_questions_become_documents_as_they_were(script, tm
 def test_what_is_trained_is_what_the_arguments_say(script, tmp_path):
     line = (
         "--train passages needle --distractors random --teacher-documents all --plain-share 0.5 --train-questions 80 20 "
-        "--train-documents 5 20 --keep-full"
+        "--train-documents 5 20"
     )
     request = script.adapt_request(script.parse(shlex.split(f"--model m --data-folder d --out o {line}")), tmp_path)
     config = request.config
     assert (request.distractors, request.num_questions, request.num_documents) == ("random", (80, 20), (5, 20))
-    assert (config.teacher_documents, config.plain_share, config.held_out, config.keep_full) == ("all", 0.5, 25, True)
+    assert (config.teacher_documents, config.plain_share, config.held_out) == ("all", 0.5, 25)
+    kept = script.adapt_request(script.parse(shlex.split("--model m --data-folder d --out o --keep-full")), tmp_path)
+    assert (kept.config.keep_full, config.keep_full) == (True, False)

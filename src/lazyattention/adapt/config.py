@@ -25,8 +25,8 @@ class AdaptConfig:
         micro_batch_tokens: Tokens per forward pass at most; bounds memory. One prompt always goes.
         question_weight: Weight of the question's tokens beside the answer's (distill only).
         full_share: Share of prompts that are trained with full attention, so that the adapter serves there, too.
-        keep_full: Let the teacher read all documents of these prompts, whatever `teacher_documents` says: full attention is to
-            answer as it did without the adapter (distill only).
+        keep_full: Let the teacher read all documents of these prompts: full attention is to answer as it did without the
+            adapter (distill only).
         plain_share: Rows of plain text from the documents, per prompt: the model is to go on with them as it did without the
             adapter, so that ordinary use stays as it is (distill only).
         max_steps: Optimizer steps at most.
@@ -78,8 +78,9 @@ class AdaptConfig:
             raise ConfigError(
                 f"teacher_documents must be {' or '.join(map(repr, TEACHER_DOCUMENTS))}, got {self.teacher_documents!r}"
             )
-        if self.keep_full and not self.full_share:
-            raise ConfigError("keep_full has no effect while full_share is 0; give a share, or leave it out")
+        if self.keep_full and (not self.full_share or self.teacher_documents == "all"):
+            why = "while full_share is 0" if not self.full_share else "where the teacher always reads all documents"
+            raise ConfigError(f"keep_full has no effect {why}; leave it out")
         for name in ("full_share", "plain_share"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
