@@ -429,6 +429,7 @@ def bench_copies(copy_tb_s: float) -> dict[str, float]:
     return results
 
 
+@torch.inference_mode()  # as the engine plans
 def bench_plan() -> dict[str, float]:
     """Host time of planning 256 requests x 20 documents, decoding one token each."""
     rng = np.random.default_rng(0)

@@ -2,22 +2,28 @@
 """What a warm request costs on the host before its step is launched, and the next step, on a machine without a GPU.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python3 benchmarks/host_path.py [--runs 300] [--documents 10]
+    PYTHONPATH=src OMP_NUM_THREADS=1 python3 benchmarks/host_path.py --plan benchmarks/results/plan_cpu.json
 
-Everything but the device is as on an H200 with the heads of Llama-3.1-8B: tile shapes, static plans, graphs. Forward passes compute nothing, and replays do nothing, so that answers mean nothing; copies to the device are
-copies in memory.
+Everything but the device is as on an H200 with the heads of Llama-3.1-8B: tile shapes, static plans, graphs. Forward passes
+compute nothing, and replays do nothing, so that answers mean nothing; copies to the device are copies in memory.
+
+`--plan` instead times a new plan of 256 requests x 20 documents, as `bench_ops.py` does on a GPU's host, and writes it.
 """
 
 import argparse
 import functools
+import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from bench_ops import bench_plan
 from random_models import random_model
 
 from lazyattention import EngineConfig, SamplingParams
@@ -32,6 +38,7 @@ from lazyattention.ops import attention, static_plan
 from lazyattention.ops._tiles import _TILES
 from lazyattention.ops.plan_builder import PlanBuilder
 from lazyattention.reuse import PromptLayout, Span
+from lazyattention.utils.environment import describe_environment
 
 MULTIPROCESSORS = 132
 PIECES: tuple[tuple[str, object, str], ...] = (
@@ -180,12 +187,27 @@ def _fastest_ms(seconds: list[float]) -> float:
     return sum(fastest) / len(fastest) * 1e3
 
 
-def main() -> None:
+def write_plan(path: Path) -> None:
+    """Time a new plan and write what came out, with what it came out on."""
+    environment = describe_environment()
+    plan = bench_plan()
+    report = {"benchmark": "bench_ops.bench_plan", "commit": environment["commit"], "environment": environment}
+    report |= {"num_threads": torch.get_num_threads(), "plan": plan}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for label, value in plan.items():
+        print(f"{label:45} {value:.3f}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--documents", type=int, default=10)
-    args = parser.parse_args()
+    parser.add_argument("--plan", type=Path, help="time plans alone, into this file")
+    args = parser.parse_args(argv)
+    if args.plan is not None:
+        write_plan(args.plan)
+        return
     for label, ms in measure(runs=args.runs, num_documents=args.documents).items():
         print(f"{label:50} {ms:.3f} ms")
     print("64 requests:")
