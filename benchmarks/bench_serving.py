@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from random_models import SHAPES, random_model
-from serving_combos import Combo, shard_of, standard_combos
+from serving_combos import Combo, methods_of, shard_of, standard_combos
 from workloads import Workload, at_rate, percentile, trace_workload, zipf_workload
 
 from lazyattention import EngineConfig, SamplingParams
@@ -378,7 +378,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot, ticker
 
-    methods = list(runs[0]["methods"])
+    methods = methods_of(runs)
     labels = [label_of(run) for run in runs]
     figure, axes = pyplot.subplots(
         2, 1, figsize=(min(max(6.0, 1.6 * len(runs)), 60.0), 7), layout="constrained", squeeze=False

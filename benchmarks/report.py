@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from serving_combos import methods_of
 from target_rows import read, rows_of
 from targets import table
 
@@ -113,7 +114,7 @@ def serving_section(reports: list[dict[str, Any]]) -> str:
         "below 1 `rotate_query` is the slower one.",
     ]
     for report in reports:
-        others = [method for method in report["runs"][0]["methods"] if method != "rotate_query"]
+        others = [method for method in methods_of(report["runs"]) if method != "rotate_query"]
         lines += [
             "",
             f"**{report['model']}**, {provenance_of(report)}; {len(report['left_out'])} combinations "

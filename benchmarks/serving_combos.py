@@ -76,3 +76,9 @@ def shard_of(combos: Sequence[Combo], shard: str) -> list[Combo]:
 def _pairs(combo: Combo) -> set[tuple[Any, ...]]:
     """Return all pairs of settings that the combination brings together."""
     return set(itertools.combinations(combo.settings().items(), 2))
+
+
+def methods_of(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return every method that some run has, in the order of the run with most of them."""
+    by_number = sorted((run["methods"] for run in runs), key=len, reverse=True)
+    return list(dict.fromkeys(method for methods in by_number for method in methods))

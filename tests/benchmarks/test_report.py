@@ -31,6 +31,22 @@ def test_serving_tables_come_from_the_sweeps_own_report(tmp_path):
     assert "tiny (random weights)" in section
 
 
+def test_no_method_is_left_out_because_the_first_run_lacks_it():
+    warm = {"ttft_p50_ms": 10.0, "ttft_p95_ms": 20.0, "requests_per_s": 8.0, "hit_rate": 0.5}
+    settings = {"alpha": 1.0, "documents_per_request": 3, "document_len": "24", "budget": 1.0, "load": 0.0}
+    few, many = ["rotate_query", "prefix"], ["rotate_query", "copy_rotate", "prefix", "full_recompute"]
+    runs = [
+        {"settings": settings, "methods": {method: {"warm": warm} for method in methods}} for methods in (few, many)
+    ]
+    results = {"model": "m", "runs": runs, "left_out": [], "commit": "c", "environment": {"gpu": ["g"]}}
+    results["environment"]["versions"] = {"torch": "2"}
+    section = report.serving_section([results])
+    head, _, first, second = section.strip().splitlines()[-4:]
+    assert head.split("|")[9:12] == [" `copy_rotate` ", " `prefix` ", " `full_recompute` "]
+    assert [first.count(" - "), second.count(" - ")] == [2, 0]
+    assert "In 4 comparisons" in section
+
+
 def test_the_page_is_what_the_results_say_and_within_the_house_width():
     page = report.build_page()
     assert page == report.PAGE.read_text(), "run `python benchmarks/report.py`"

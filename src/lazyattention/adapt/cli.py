@@ -37,7 +37,9 @@ def adapt_command(
     num_questions: Annotated[
         list[int],
         typer.Option(
-            min=4, help="Prompts to learn from, per --data, at most: one number, or repeated, one for each in order."
+            min=4,
+            help="Prompts to learn from, per --data, at most: one number, or repeated, one for each in order.",
+            show_default="1000",
         ),
     ] = [1000],  # noqa: B006 - read only
     num_documents: Annotated[
