@@ -118,7 +118,7 @@ def serving_section(reports: list[dict[str, Any]]) -> str:
         lines += [
             "",
             f"**{report['model']}**, {provenance_of(report)}; {len(report['left_out'])} combinations "
-            f"left out for lack of time. {losses_of(report['runs'], others)}" + repeats_of(report["runs"]),
+            f"left out for lack of time. {losses_of(report['runs'])}" + repeats_of(report["runs"]),
             "",
             "| alpha | documents | length | budget | load | TTFT p50, p95 ms | requests/s | tokens found | "
             + " | ".join(f"`{method}`" for method in others)
@@ -147,13 +147,13 @@ def serving_section(reports: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def losses_of(runs: list[dict[str, Any]], others: list[str]) -> str:
+def losses_of(runs: list[dict[str, Any]]) -> str:
     """Say in how many comparisons `rotate_query` is the slower one, and how much at most."""
     pairs = [
-        (run["methods"]["rotate_query"]["warm"], run["methods"][method]["warm"])
+        (run["methods"]["rotate_query"]["warm"], phases["warm"])
         for run in runs
-        for method in others
-        if method in run["methods"]
+        for method, phases in run["methods"].items()
+        if method != "rotate_query"
     ]
     rates = [ours["requests_per_s"] / other["requests_per_s"] for ours, other in pairs]
     ttfts = [other["ttft_p50_ms"] / ours["ttft_p50_ms"] for ours, other in pairs]

@@ -5,7 +5,7 @@
     COMMIT=... PYTHONPATH=src python3 benchmarks/targets.py --run --out OUT    # anew on one GPU, 5 minutes
 
 Nothing is measured here: scripts of this folder write JSON, and this reads it. A run that was cut short goes on with the
-first script of which OUT lacks a figure. The two rows of a CPU are what `make bench` and the CPU tests' machine gave.
+first script of which OUT lacks a figure. The two rows of a CPU are what `make bench` and `host_path.py --plan` gave.
 """
 
 import argparse

@@ -152,7 +152,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=defaults.rank)
     parser.add_argument("--objective", default=defaults.objective)
     parser.add_argument("--teacher-documents", choices=TEACHER_DOCUMENTS, default=defaults.teacher_documents)
-    parser.add_argument("--keep-full", action="store_true")
+    parser.add_argument("--keep-full", action="store_true", help="as `lazyattention adapt` has it")
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations: faster, more memory")
     parser.add_argument("--train-option", default="after_preamble", help="reuse option that is trained; composed: a+b")
