@@ -143,7 +143,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--distractors", choices=DISTRACTORS, default=DEFAULT_DISTRACTORS, help="of questions the model writes"
     )
-    parser.add_argument("--joined-share", type=float, default=0.0, help="of these, how many ask about two passages")
     parser.add_argument(
         "--calibration-questions", type=int, default=24, help="of the training set, per calibrated option"
     )
@@ -314,7 +313,6 @@ def adapt_request(arguments: argparse.Namespace, output: Path) -> AdaptRequest:
         num_questions=tuple(arguments.train_questions),
         num_documents=tuple(arguments.train_documents),
         distractors=arguments.distractors,
-        joined_share=arguments.joined_share,
         max_tokens=arguments.max_tokens,
         config=AdaptConfig(
             objective=arguments.objective,

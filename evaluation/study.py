@@ -27,7 +27,7 @@ from lazyattention.models.adapter import REPORT_NAME
 
 # Arguments that decide which prompts there are and how they are answered; `adapt` checks that none is overlooked.
 _OF_SAMPLES = {
-    *("train", "train_questions", "train_documents", "distractors", "joined_share"),
+    *("train", "train_questions", "train_documents", "distractors"),
     *("teacher_documents", "objective", "max_tokens", "seed", "model"),
 }
 

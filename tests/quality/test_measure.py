@@ -23,7 +23,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.quality import measure as measure_module
 from lazyattention.quality.examples import QualityExample
 from lazyattention.quality.measure import MeasureConfig, Record, answer_token_ids, layout_of, measure, read_records
-from lazyattention.quality.questions import join_questions, passages_of, write_questions
+from lazyattention.quality.questions import passages_of, write_questions
 from lazyattention.quality.report import group_table, loss_of, summarize, summarize_against, summary_table
 from lazyattention.quality.request import QualityRequest
 from lazyattention.quality.statistics import interval
@@ -436,28 +436,6 @@ def test_distractors_may_be_what_a_retriever_would_bring(monkeypatch):
     assert len({d.document_id for example in strange for d in example.documents}) == len(passages)
     shown = [d.document_id for e in strange for place, d in enumerate(e.documents) if place not in e.gold_documents]
     assert max(map(shown.count, shown)) <= 5, shown
-
-
-def test_joined_questions_need_both_passages():
-    passages = [Document(f"fact {n}", id=str(n)) for n in range(9)]
-    alone = QualityExample("alone", "what is 0?", (passages[0],), (), (0,))
-    examples = [
-        QualityExample(str(n), f"what is {n}?", (passages[(n + 1) % 9], passages[n], passages[(n + 2) % 9]), (), (1,))
-        for n in range(9)
-    ] * 20
-    joined = join_questions([alone, *examples], 0.5, seed=1)
-    assert joined[0] == alone
-    assert 0.3 < sum(new != old for new, old in zip(joined[1:], examples, strict=True)) / len(examples) < 0.6
-    for new, old in zip(joined[1:], examples, strict=True):
-        assert len({d.document_id for d in new.documents}) == len(new.documents) == 3
-        assert {f"what is {new.documents[gold].document_id}?" for gold in new.gold_documents} == {
-            f"{part}?" for part in new.question.rstrip("?").split("? ")
-        }
-        assert new.question.startswith(old.question)
-        assert new.gold_documents == tuple(sorted(new.gold_documents))
-    assert {new.gold_documents for new in joined[1:]} == {(1,), (0, 1), (1, 2)}
-    assert join_questions(examples, 0.0, seed=1) == examples
-    assert join_questions(examples, 0.5, seed=2) != joined[1:]
 
 
 def test_the_command_measures_and_the_gate_remembers(tmp_path):

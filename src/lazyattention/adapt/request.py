@@ -21,7 +21,6 @@ class AdaptRequest:
         num_documents: Documents per question: the range (low, high) to draw from; built-in sets take turns within it.
         distractors: Of questions that the model writes: which documents stand beside the one it is about, "random" or
             "similar" (see `write_questions`).
-        joined_share: Share of the questions the model writes that ask about two documents at once (see `join_questions`).
         system: System message; empty = none.
         max_tokens: Longest answer.
         config: How to train.
@@ -33,7 +32,6 @@ class AdaptRequest:
     num_questions: int | tuple[int, ...] = 1000
     num_documents: tuple[int, int] = (5, 10)
     distractors: str = DEFAULT_DISTRACTORS
-    joined_share: float = 0.0
     system: str = SHORT_ANSWERS
     max_tokens: int = 32
     config: AdaptConfig = field(default_factory=AdaptConfig)

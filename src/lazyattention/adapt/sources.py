@@ -14,7 +14,7 @@ from lazyattention.errors import ConfigError
 from lazyattention.quality.datasets import build_dataset, is_builtin
 from lazyattention.quality.examples import QualityExample, digest_examples, read_examples
 from lazyattention.quality.progress import progress_bar
-from lazyattention.quality.questions import DISTRACTORS, join_questions, passages_of, write_questions
+from lazyattention.quality.questions import DISTRACTORS, passages_of, write_questions
 from lazyattention.quality.sources import check_source, is_jsonl, read_all
 from lazyattention.utils.hashing import digest_fields
 
@@ -77,7 +77,6 @@ def describe_samples(engine: Engine, request: AdaptRequest) -> dict[str, Any]:
         "num_questions": request.num_questions,
         "num_documents": request.num_documents,
         "distractors": request.distractors,
-        "joined_share": request.joined_share,
         "system": request.system,
         "max_tokens": request.max_tokens,
         "teacher_documents": request.config.teacher_documents,
@@ -117,7 +116,7 @@ def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExamp
             continue
         passages = passages_of(read_all((path,)), engine)
         with progress_bar("writing questions", num_questions, is_enabled=request.progress) as advance:
-            written = write_questions(
+            found += write_questions(
                 engine,
                 passages,
                 num_questions=num_questions,
@@ -126,7 +125,6 @@ def collect_examples(engine: Engine, request: AdaptRequest) -> list[QualityExamp
                 seed=request.config.seed,
                 on_done=advance,
             )
-        found += join_questions(written, request.joined_share, request.config.seed) if request.joined_share else written
     if len(found) < MIN_PROMPTS:
         raise ConfigError(
             f"data {', '.join(request.data)} gives {len(found)} prompts to learn from; at least {MIN_PROMPTS} are needed; "

@@ -4,7 +4,6 @@
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from lazyattention.documents.document import Document
 from lazyattention.documents.retrieval import BM25Retriever
@@ -108,36 +107,6 @@ def write_questions(
             "questions of your own as JSONL, or use a model that follows instructions"
         )
     return examples
-
-
-def join_questions(examples: Sequence[QualityExample], share: float, seed: int) -> list[QualityExample]:
-    """Let a share of the questions ask another one, too, whose passage then stands among the documents.
-
-    Both must be answered, so that no single document suffices. The number of documents stays: the other passage takes a
-    distractor's place. Questions without a distractor stay as they are.
-
-    Args:
-        examples: From `write_questions`.
-        share: Of the questions, in [0, 1].
-        seed: Of which ones and with what.
-    """
-    draw = random.Random(f"joined {seed}")
-    found = []
-    for example in examples:
-        other = draw.choice(examples)
-        is_joined, place = draw.random() < share, draw.random()
-        passages = [example.documents[gold] for gold in example.gold_documents]
-        passage = other.documents[other.gold_documents[0]]
-        rest = [number for number, document in enumerate(example.documents) if document not in passages]
-        if not is_joined or not rest or passage in passages:
-            found.append(example)
-            continue
-        place = example.documents.index(passage) if passage in example.documents else rest[int(place * len(rest))]
-        documents = (*example.documents[:place], passage, *example.documents[place + 1 :])
-        gold = tuple(sorted((*example.gold_documents, place)))
-        question = f"{example.question} {other.question}"
-        found.append(replace(example, question=question, documents=documents, gold_documents=gold))
-    return found
 
 
 def _similar(
